@@ -1,0 +1,177 @@
+"""Stage folders: written as `<stage>.partial`, renamed when whole, each with a manifest of its inputs."""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+PACKAGES = ("torch", "transformers", "deepspeed", "scikit-learn", "datasets", "tokenizers", "numpy")
+
+
+class ArtifactError(ValueError):
+    """A stage folder that is missing, damaged or made from something else."""
+
+
+def fingerprint(value: Any) -> str:
+    """SHA-256 of a JSON-able value, independent of key order."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def file_hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write through a temporary file, so that a reader never sees half."""
+    temporary = path.with_name(path.name + ".partial")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1, sort_keys=False, default=str)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ArtifactError(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"{path}: damaged ({error})") from None
+
+
+@contextlib.contextmanager
+def stage_folder(
+    folder: Path, *, inputs: Mapping[str, str], section: Any, seed: int, keep_partial: bool = False
+) -> Iterator[Path]:
+    """Yield `<folder>.partial` to write into; seal it and rename it to `folder` when the block ends well.
+
+    `inputs` maps names to fingerprints of what the stage reads, `section` is the JSON-able configuration that
+    it depends on. With `keep_partial` an earlier partial folder made from the same inputs and section is
+    continued (training checkpoints live there); otherwise it starts empty.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    made_from = {"inputs": dict(inputs), "section": section, "seed": seed}
+    key = fingerprint(made_from)
+    note = partial / "made_from"
+    if partial.exists() and not (keep_partial and note.exists() and note.read_text().strip() == key):
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    note.write_text(key)
+    started = time.time()
+    yield partial
+    note.unlink()
+    files = {
+        str(path.relative_to(partial)): {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+        for path in sorted(partial.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }
+    manifest = {
+        "stage": folder.name,
+        **made_from,
+        "key": key,
+        "fingerprint": fingerprint({name: entry["sha256"] for name, entry in files.items()}),
+        "files": files,
+        "packages": package_versions(),
+        "started": started,
+        "finished": time.time(),
+    }
+    write_json(partial / MANIFEST, manifest)
+    if folder.exists():
+        old = folder.with_name(folder.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(folder, old)
+        os.rename(partial, folder)
+        shutil.rmtree(old)
+    else:
+        os.rename(partial, folder)
+
+
+def package_versions() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+def manifest(folder: Path) -> dict:
+    """The manifest of a finished stage. Raises ArtifactError where it is missing or unreadable."""
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder}: no such stage folder: run the stage first")
+    value = read_json(folder / MANIFEST)
+    if not isinstance(value, dict) or "fingerprint" not in value or "files" not in value:
+        raise ArtifactError(f"{folder / MANIFEST}: damaged: it has no fingerprint or no list of files")
+    return value
+
+
+def content(folder: Path) -> str:
+    """Fingerprint of a finished stage's content."""
+    return manifest(folder)["fingerprint"]
+
+
+def verify(folder: Path, *, hashes: bool = True) -> None:
+    """Check every file of a finished stage against its manifest.
+
+    Raises ArtifactError naming the file. Without `hashes` only presence and size are compared.
+    """
+    recorded = manifest(folder)
+    listed = {name: entry["sha256"] for name, entry in recorded["files"].items()}
+    remedy = f"rebuild it with --force {folder.name}"
+    if fingerprint(listed) != recorded["fingerprint"]:
+        raise ArtifactError(f"{folder / MANIFEST}: edited since it was written: {remedy}")
+    for name, entry in recorded["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise ArtifactError(f"{path}: missing from a finished stage: {remedy}")
+        if path.stat().st_size != entry["bytes"]:
+            raise ArtifactError(f"{path}: {path.stat().st_size} bytes, {entry['bytes']} expected: {remedy}")
+        if hashes and file_hash(path) != entry["sha256"]:
+            raise ArtifactError(f"{path}: content differs from its manifest: {remedy}")
+
+
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Hold a run folder for this process; the kernel lets go when the process ends, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            raise ArtifactError(
+                f"{folder}: another disco process ({holder}) works here: wait for it"
+            ) from None
+        file.truncate(0)
+        file.write(f"pid {os.getpid()}")
+        file.flush()
+        yield
+
+
+def need_disk(folder: Path, needed: int, what: str) -> None:
+    """Raise ArtifactError unless `needed` bytes are free where `folder` will be."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise ArtifactError(
+            f"{place}: {free / 1e9:.2f} GB free, {what} needs about {needed / 1e9:.2f} GB: "
+            "free some space or set runs="
+        )

@@ -1,0 +1,354 @@
+"""The experiment file: one YAML, unknown keys refused, every section frozen.
+
+Sections follow the data: model, corpus, cluster, seed_phase, train, merge, finetune, evaluate, baselines; and
+tracking, hardware, launch, which change nothing in the weights. Defaults are the recommended values.
+"""
+
+import difflib
+import types
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[int, Field(gt=0)]
+Tokens = Annotated[int, Field(ge=0)]
+
+
+class ConfigError(ValueError):
+    """A value in the experiment file that cannot work; the message names value, place and remedy."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Source(Section):
+    """One named part of the corpus; exactly one of `files`, `text`, `jsonl`, `parquet`, `csv`, `hub`."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
+    files: list[str] | None = Field(None, description="globs; each file is a document")
+    text: list[str] | None = Field(None, description="text files, one document a line")
+    jsonl: list[str] | None = None
+    parquet: list[str] | None = None
+    csv: list[str] | None = None
+    hub: str | None = Field(None, description="a Hugging Face hub data set")
+    package: str | None = Field(None, description="installed Python package under which `files` globs look")
+    root: str = Field(".", description="folder that relative globs start from")
+    subset: str | None = Field(None, description="hub only: configuration name")
+    split: str = Field("train", description="hub only")
+    column: str = Field("text", description="column that holds the text")
+    max_bytes: Positive | None = Field(None, description="stop after this many bytes of UTF-8 text")
+    max_documents: Positive | None = None
+    passage_chars: Positive | None = Field(
+        None, description="cut documents into passages of about this many characters at paragraph ends"
+    )
+
+    @model_validator(mode="after")
+    def _one_kind(self):
+        given = [kind for kind in SOURCE_KINDS if getattr(self, kind)]
+        if len(given) != 1:
+            raise ValueError(
+                f"source '{self.name}' names {' and '.join(given) or 'nothing to read'}: "
+                f"give exactly one of {', '.join(SOURCE_KINDS)}"
+            )
+        if self.package and not self.files:
+            raise ValueError(f"source '{self.name}': package goes with files")
+        return self
+
+
+SOURCE_KINDS = ("files", "text", "jsonl", "parquet", "csv", "hub")
+
+
+class Tokenizer(Section):
+    kind: Literal["model", "train"] = Field(
+        "model", description="the model's own, or a byte-level BPE trained on the corpus"
+    )
+    vocab_size: Positive = Field(8192, description="train only")
+
+
+class Corpus(Section):
+    sources: list[Source] = Field(min_length=1)
+    tokenizer: Tokenizer = Tokenizer()
+    sequence_length: Annotated[int, Field(ge=8)] = 1024
+    packing: Literal["pack", "document"] = Field(
+        "pack", description="several documents a row, kept apart in attention, or one document a row"
+    )
+    validation: Annotated[float, Field(gt=0, lt=0.5)] = Field(
+        0.05, description="share of each source's documents held out"
+    )
+    min_chars: Tokens = Field(20, description="shorter documents are dropped, and counted")
+
+    @field_validator("sources")
+    @classmethod
+    def _names(cls, sources):
+        names = [source.name for source in sources]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two sources are named '{twice[0]}': give each its own name")
+        return sources
+
+
+class Model(Section):
+    """Where the full MoE comes from: `source` (a folder or hub name), or `config` (from scratch)."""
+
+    source: str | None = None
+    revision: str | None = None
+    config: dict[str, Any] | None = Field(None, description="Hugging Face config with model_type")
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    experts: Literal["grouped_mm", "batched_mm", "eager"] = Field(
+        "grouped_mm", description="Hugging Face's implementation of the expert layer"
+    )
+
+    @model_validator(mode="after")
+    def _one_start(self):
+        if (self.source is None) == (self.config is None):
+            raise ValueError(
+                "give exactly one of model.source (a folder or hub name) and model.config (from scratch)"
+            )
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("model.config has no model_type: for example model_type: qwen2_moe")
+        return self
+
+
+class Cluster(Section):
+    k: Positive | None = Field(None, description="clusters; the model's experts if absent")
+    method: Literal["kmeans", "random"] = "kmeans"
+    features: Literal["tfidf", "embedding", "hidden"] = "tfidf"
+    dimensions: Positive = Field(128, description="SVD dimensions of the tf-idf features")
+    max_terms: Positive = Field(50_000, description="tf-idf vocabulary")
+    balance: Literal["none", "tokens"] = "tokens"
+    n_init: Positive = 10
+    minibatch_above: Positive = Field(1_000_000, description="documents beyond which k-means streams")
+
+
+class Optimizer(Section):
+    """What every training stage has; AdamW with decoupled weight decay."""
+
+    batch_size: Positive = Field(16, description="sequences in a global batch")
+    micro_batch_size: Positive | None = Field(None, description="sequences a device at once; all if absent")
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-4
+    schedule: Literal["cosine", "constant", "linear"] = "cosine"
+    warmup: Share = Field(0.03, description="share of the steps")
+    min_learning_rate: Share = Field(0.1, description="share of learning_rate at the end of the schedule")
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    clip: Annotated[float, Field(ge=0)] = Field(1.0, description="global gradient norm; 0 = off")
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    activation_checkpointing: bool = False
+    loss_chunk: Positive = Field(1024, description="rows of logits that exist at once")
+    processes: Positive = Field(1, description="data-parallel processes (devices)")
+    checkpoint_every: Tokens = Field(200, description="optimizer steps; 0 = only at the end")
+    log_every: Positive = 10
+
+    @model_validator(mode="after")
+    def _whole_batches(self):
+        micro = self.micro_batch_size or -(-self.batch_size // self.processes)
+        if self.batch_size % (micro * self.processes):
+            raise ValueError(
+                f"batch_size {self.batch_size} is not a multiple of micro_batch_size x processes "
+                f"({micro} x {self.processes})"
+            )
+        return self
+
+    @property
+    def micro_batch(self) -> int:
+        return self.micro_batch_size or self.batch_size // self.processes
+
+    @property
+    def accumulation(self) -> int:
+        return self.batch_size // (self.micro_batch * self.processes)
+
+
+class SeedPhase(Optimizer):
+    """The shared start of all submodels, trained once on an unclustered mix."""
+
+    tokens: Tokens = Field(0, description="positions to train on; 0 = off")
+    model: Literal["submodel", "full"] = Field(
+        "submodel", description="train one expert beside the shared part (and copy it), or the full MoE"
+    )
+
+
+class Train(Optimizer):
+    tokens: Tokens | None = Field(
+        None, description="positions over all submodels, shared by cluster size; absent = one pass"
+    )
+    mode: Literal["full", "expert"] = Field("full", description="expert: the shared part is frozen")
+
+
+class Merge(Section):
+    backbone: Literal["tokens", "uniform"] | list[Annotated[float, Field(ge=0)]] = "tokens"
+    router: Literal["original", "random", "centroid", "probe"] = "probe"
+    renormalize: bool | None = Field(
+        None,
+        description="norm_topk_prob of the merged model: experts trained at weight 1 need it; absent = true, "
+        "but with router: original the source's own setting",
+    )
+    probe_tokens: Positive = Field(20_000, description="router inputs captured a layer")
+    probe_l2: Annotated[float, Field(gt=0)] = Field(1.0, description="scikit-learn's C of the probe")
+
+
+class Finetune(Optimizer):
+    tokens: Tokens = 0
+    router_tokens: Tokens = Field(0, description="positions of router-only training first")
+    aux_loss: Annotated[float, Field(ge=0)] = Field(0.01, description="coefficient of the balancing loss")
+    z_loss: Annotated[float, Field(ge=0)] = Field(0.0, description="coefficient of the router z-loss")
+    collapse_share: Share = Field(
+        0.95, description="one expert's share of a layer's tokens that counts as collapsed"
+    )
+    collapse_logs: Positive = Field(5, description="stop after so many such logs in a row")
+
+
+class Task(Section):
+    name: str
+    include_path: str | None = None
+    num_fewshot: Tokens | None = None
+    limit: Positive | None = None
+
+
+class Evaluate(Section):
+    batch_size: Positive = 16
+    max_rows: Positive | None = Field(None, description="validation rows a model; all if absent")
+    tasks: list[Task] = []
+
+
+class Tracking(Section):
+    wandb: Literal["offline", "online", "disabled"] = "offline"
+    project: str = "moe-disco"
+
+
+class Hardware(Section):
+    """What each stage is priced as; on a CPU the price is simulated, and says so."""
+
+    train: str = "rtx4090"
+    finetune: str = "a100"
+    table: str | None = Field(None, description="a YAML file whose entries override the built-in table")
+
+
+class Launch(Section):
+    parallel: Positive = Field(1, description="submodels at once on this machine")
+    threads: Positive | None = Field(None, description="CPU threads a process; cores / parallel if absent")
+
+
+class Experiment(Section):
+    """A whole experiment. `Experiment.load(path, overrides)` is how one is made."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    runs: str = Field("runs", description="folder that holds the run folders")
+    model: Model
+    corpus: Corpus
+    cluster: Cluster = Cluster()
+    seed_phase: SeedPhase = SeedPhase()
+    train: Train = Train()
+    merge: Merge = Merge()
+    finetune: Finetune = Finetune()
+    evaluate: Evaluate = Evaluate()
+    baselines: list[Literal["joint", "random_split"]] = []
+    tracking: Tracking = Tracking()
+    hardware: Hardware = Hardware()
+    launch: Launch = Launch()
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: list[str] = ()) -> "Experiment":
+        """Read a YAML experiment and apply `section.key=value` overrides (values are YAML).
+
+        Raises ConfigError, naming the value, its place and the remedy.
+        """
+        path = Path(path)
+        try:
+            raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: no such experiment file") from None
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"{path}: cannot be read as YAML: {error}") from None
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{path}: holds no mapping of sections (name, model, corpus, ...)")
+        for override in overrides:
+            _override(raw, override)
+        return cls.parse(raw, where=str(path))
+
+    @classmethod
+    def parse(cls, raw: dict, where: str = "experiment") -> "Experiment":
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            raise ConfigError("\n".join(_explain(problem, where) for problem in error.errors())) from None
+
+    def dump(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.runs) / self.name
+
+
+def _override(raw: dict, text: str) -> None:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override '{text}' is not of the form section.key=value")
+    *parents, last = key.split(".")
+    here: Any = raw
+    for step, parent in enumerate(parents):
+        if isinstance(here, list):
+            here = _item(here, parent, key)
+            continue
+        if here.get(parent) is None:
+            here[parent] = {}
+        here = here[parent]
+        if not isinstance(here, (dict, list)):
+            raise ConfigError(f"override '{text}': {'.'.join(parents[: step + 1])} is a value, not a section")
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override '{text}': the value is not YAML: {error}") from None
+    if isinstance(here, list):
+        _item(here, last, key)
+        here[int(last)] = parsed
+    else:
+        here[last] = parsed
+
+
+def _item(items: list, index: str, key: str):
+    if not index.isdigit() or int(index) >= len(items):
+        raise ConfigError(f"override '{key}': '{index}' is not a position in a list of {len(items)}")
+    return items[int(index)]
+
+
+def _explain(problem: dict, where: str) -> str:
+    place = ".".join(str(part) for part in problem["loc"]) or "the file"
+    if problem["type"] == "extra_forbidden":
+        known = _keys(problem["loc"][:-1])
+        close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+        hint = f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(known)}"
+        return f"{where}: unknown key {place}: {hint}"
+    if problem["type"] == "missing":
+        return f"{where}: {place} is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    value = problem.get("input")
+    shown = "" if isinstance(value, (dict, BaseModel)) else f" is {value!r}"
+    return f"{where}: {place}{shown}: {message}"
+
+
+def _keys(loc: tuple) -> list[str]:
+    """Field names of the section that `loc` leads to."""
+    model: Any = Experiment
+    for part in loc:
+        if isinstance(part, int) or not (isinstance(model, type) and issubclass(model, BaseModel)):
+            continue
+        field = model.model_fields.get(part)
+        model = _section_of(field.annotation) if field else model
+    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+
+
+def _section_of(annotation: Any) -> Any:
+    if typing.get_origin(annotation) in (list, typing.Union, types.UnionType, Annotated):
+        for inner in typing.get_args(annotation):
+            found = _section_of(inner)
+            if isinstance(found, type) and issubclass(found, BaseModel):
+                return found
+    return annotation
