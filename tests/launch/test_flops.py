@@ -1,0 +1,137 @@
+"""Formulas against PyTorch's own counter, to the last operation."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig
+
+from launch.flops import forward_flops, layers, training_flops
+
+SMALL = {"vocab_size": 53, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+def config_of(family, experts=4, top_k=2, **extra):
+    if family == "qwen2_moe":
+        sizes = {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 20, "intermediate_size": 28}
+        sizes |= {"num_experts": experts, "num_key_value_heads": 2}
+        kind = Qwen2MoeConfig
+    elif family == "mixtral":
+        sizes = {"intermediate_size": 12, "num_local_experts": experts, "num_key_value_heads": 1, "head_dim": 6}
+        kind = MixtralConfig
+    else:
+        sizes = {"intermediate_size": 12, "num_experts": experts, "num_key_value_heads": 4}
+        kind = OlmoeConfig
+    return kind(**(SMALL | sizes | {"num_experts_per_tok": top_k} | extra))
+
+
+def count(config, rows, length, *, trainable=None, checkpointing=False, attention="eager", labels=None):
+    """Operations that the counter sees in forward (and backward, if anything is trainable)."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, experts_implementation="eager"
+    ).train()
+    for name, parameter in model.named_parameters():
+        kept = {"experts": ".experts.", "router": "mlp.gate.weight"}.get(trainable, "")
+        parameter.requires_grad_(trainable is not None and kept in name)
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.disable_input_require_grads()
+    ids = torch.randint(0, config.vocab_size, (rows, length))
+    positions = torch.arange(length).expand(rows, length)
+    with FlopCounterMode(display=False) as counter:
+        hidden = model.model(input_ids=ids, position_ids=positions, use_cache=False)[0]
+        hidden = hidden.reshape(rows * length, -1)[:labels]
+        loss = model.lm_head(hidden).logsumexp(-1).sum()
+        if trainable:
+            loss.backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("trainable", ["all", "experts", "router"])
+@pytest.mark.parametrize("experts,top_k", [(4, 2), (1, 1), (3, 3)])
+def test_training_equals_the_counter(family, trainable, checkpointing, experts, top_k):
+    config = config_of(family, experts, top_k)
+    counted = count(config, 2, 7, trainable=trainable, checkpointing=checkpointing)
+    formula = training_flops(config, 7, trainable=trainable, activation_checkpointing=checkpointing)
+    assert 2 * formula == counted
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "olmoe"])
+def test_forward_equals_the_counter_and_training_is_three_times_it(family):
+    config = config_of(family)
+    assert count(config, 3, 5) == 3 * forward_flops(config, 5)
+    assert training_flops(config, 5) == 3 * forward_flops(config, 5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("trainable", ["all", "experts", "router"])
+@pytest.mark.parametrize("dense", [{"mlp_only_layers": [0]}, {"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])
+def test_dense_layers_between(dense, trainable, checkpointing):
+    config = config_of("qwen2_moe", **dense)
+    counted = count(config, 2, 6, trainable=trainable, checkpointing=checkpointing)
+    assert counted == 2 * training_flops(config, 6, trainable=trainable, activation_checkpointing=checkpointing)
+
+
+def test_only_labelled_positions_reach_the_head():
+    config = config_of("mixtral")
+    assert count(config, 1, 8, trainable="all", labels=3) == training_flops(config, 8, labels=3)
+    assert forward_flops(config, 8, labels=0) == 8 * sum(layer.forward for layer in layers(config, 8))
+
+
+def test_sdpa_differs_by_the_scores_that_the_counter_does_not_know():
+    config = config_of("olmoe")
+    scores = sum(layer.scores for layer in layers(config, 9))
+    assert count(config, 1, 9, attention="sdpa") == forward_flops(config, 9) - 9 * scores
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    length=st.integers(1, 20),
+    rows=st.integers(1, 3),
+    experts=st.integers(1, 6),
+    hidden=st.sampled_from([4, 8, 20]),
+    vocabulary=st.integers(2, 90),
+    depth=st.integers(1, 3),
+)
+def test_any_size(length, rows, experts, hidden, vocabulary, depth):
+    config = config_of(
+        "mixtral",
+        experts,
+        min(2, experts),
+        hidden_size=hidden,
+        vocab_size=vocabulary,
+        num_hidden_layers=depth,
+    )
+    assert count(config, rows, length, trainable="all") == rows * training_flops(config, length)
+
+
+def test_unknown_family_and_unknown_mode_are_named():
+    with pytest.raises(ValueError, match="model_type is 'llama'.*qwen2_moe, mixtral, olmoe"):
+        forward_flops(LlamaConfig(), 8)
+    with pytest.raises(ValueError, match="trainable is 'backbone'"):
+        training_flops(config_of("olmoe"), 8, trainable="backbone")
+
+
+def test_qwen_of_the_paper():
+    """Qwen1.5-MoE-A2.7B: six operations a token and active parameter in a matrix, plus the scores."""
+    config = Qwen2MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        intermediate_size=5632,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+        num_experts=60,
+        num_experts_per_tok=4,
+    )
+    attention = 4 * 2048**2
+    mlp = 3 * 2048 * (4 * 1408 + 5632) + 2048 * 61
+    active = 24 * (attention + mlp) + 2048 * 151936
+    scores = 24 * 2 * 1024 * 2048
+    assert training_flops(config, 1024) == 1024 * 6 * (active + scores)
