@@ -450,12 +450,14 @@ def choose_domains(names: Sequence[str] | str | None) -> list[Domain]:
 
 
 def read_manifest(directory: Path) -> dict:
-    """DIR/manifest.json, or an empty manifest where there is none or it is damaged (all is then made again)."""
+    """DIR/manifest.json less the entries that are damaged or without a file: those domains are made again."""
     try:
-        domains = json.loads((directory / "manifest.json").read_text())["domains"]
-        return {"domains": {name: dict(entry) for name, entry in domains.items()}}
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
-        return {"domains": {}}
+        entries = json.loads((directory / "manifest.json").read_text())["domains"].items()
+    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
+        entries = []
+    needed = {"file", "sha256", "extraction", "documents", "characters", "bytes"}
+    sound = {name: e for name, e in entries if isinstance(e, dict) and needed <= e.keys()}
+    return {"domains": {name: e for name, e in sound.items() if (directory / e["file"]).is_file()}}
 
 
 def write_manifest(directory: Path, manifest: dict) -> None:
@@ -470,11 +472,10 @@ def write_manifest(directory: Path, manifest: dict) -> None:
 
 
 def is_whole(entry: dict | None, directory: Path) -> bool:
-    """Whether the domain's file is there, from this extraction, and as the manifest says."""
-    if entry is None or entry.get("extraction") != EXTRACTION:
+    """Whether the domain's file comes from this extraction and is as its manifest entry says."""
+    if entry is None or entry["extraction"] != EXTRACTION:
         return False
-    path = directory / entry["file"]
-    return path.is_file() and sha256_of(path) == entry["sha256"]
+    return sha256_of(directory / entry["file"]) == entry["sha256"]
 
 
 def fetch_corpus(
@@ -492,9 +493,10 @@ def fetch_corpus(
     """
     chosen = choose_domains(domains)
     directory = Path(directory)
-    if directory.exists() and not directory.is_dir():
-        raise FetchError(f"{directory} is a file: give a folder")
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FetchError(f"{directory} cannot be made ({error.strerror}): give another folder") from None
     with open(directory / ".lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -518,13 +520,13 @@ def _fetch_missing(chosen: Sequence[Domain], directory: Path, progress: Callable
     if missing and (free := shutil.disk_usage(directory).free) < FREE_BYTES:
         raise FetchError(f"{directory} has {free:,} bytes free, {FREE_BYTES:,} are needed: give another folder")
 
-    def attempt(domains: Sequence[Domain]) -> dict[Domain, FetchError]:
+    def attempt(domains: Sequence[Domain]) -> dict[Domain, Exception]:
         errors = {}
         for domain in domains:
             try:
                 entry = fetch_domain(domain, directory, progress)
-            except FetchError as error:
-                errors[domain] = error
+            except (ValueError, LookupError, OSError, EOFError, zlib.error, struct.error) as error:
+                errors[domain] = error  # any but FetchError: a damaged package or a full disk
                 progress(f"{domain.name}: {error}")
             else:
                 manifest["domains"][domain.name] = entry
@@ -551,6 +553,7 @@ def _fetch_missing(chosen: Sequence[Domain], directory: Path, progress: Callable
             f"{len(errors)} of {len(chosen)} domains could not be fetched: {causes}. The others are whole in "
             f"{directory}:{remedy} run the same again to go on with what is missing"
         )
+    write_manifest(directory, manifest)  # adds the totals where nothing was missing
     return manifest
 
 
