@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,20 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
+def file_hashes(paths: Iterable[Path], cache: Path) -> list[str]:
+    """SHA-256 of each file, remembered in `cache` by path, size and time of change."""
+    known = json.loads(cache.read_text()) if cache.exists() else {}
+    before, hashes = len(known), []
+    for path in paths:
+        info = path.stat()
+        key = f"{path.absolute()}:{info.st_size}:{info.st_mtime_ns}"
+        hashes.append(known.get(key) or known.setdefault(key, file_hash(path)))
+    if len(known) > before:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        write_json(cache, known)
+    return hashes
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write through a temporary file, so that a reader never sees half."""
     temporary = path.with_name(path.name + ".partial")
@@ -53,9 +67,14 @@ def read_json(path: Path) -> Any:
         raise ArtifactError(f"{path}: damaged ({error})") from None
 
 
+def stage_key(inputs: Mapping[str, str], section: Any, seed: int) -> str:
+    """What a stage is made from, in one string: content of its inputs, its configuration, the seed."""
+    return fingerprint({"inputs": dict(inputs), "section": section, "seed": seed})
+
+
 @contextlib.contextmanager
 def stage_folder(
-    folder: Path, *, inputs: Mapping[str, str], section: Any, seed: int, keep_partial: bool = False
+    folder: Path, *, stage: str, inputs: Mapping[str, str], section: Any, seed: int, keep_partial: bool = False
 ) -> Iterator[Path]:
     """Yield `<folder>.partial` to write into; seal it and rename it to `folder` when the block ends well.
 
@@ -65,7 +84,7 @@ def stage_folder(
     """
     partial = folder.with_name(folder.name + ".partial")
     made_from = {"inputs": dict(inputs), "section": section, "seed": seed}
-    key = fingerprint(made_from)
+    key = stage_key(inputs, section, seed)
     note = partial / "made_from"
     if partial.exists() and not (keep_partial and note.exists() and note.read_text().strip() == key):
         shutil.rmtree(partial)
@@ -80,12 +99,13 @@ def stage_folder(
         if path.is_file() and path.name != MANIFEST
     }
     manifest = {
-        "stage": folder.name,
+        "stage": stage,
         **made_from,
         "key": key,
         "fingerprint": fingerprint({name: entry["sha256"] for name, entry in files.items()}),
         "files": files,
         "packages": package_versions(),
+        "finished_at": time.strftime("%Y-%m-%d %H:%M:%S"),
         "started": started,
         "finished": time.time(),
     }
@@ -130,7 +150,7 @@ def verify(folder: Path, *, hashes: bool = True) -> None:
     """
     recorded = manifest(folder)
     listed = {name: entry["sha256"] for name, entry in recorded["files"].items()}
-    remedy = f"rebuild it with --force {folder.name}"
+    remedy = f"rebuild it with --force {recorded['stage']}"
     if fingerprint(listed) != recorded["fingerprint"]:
         raise ArtifactError(f"{folder / MANIFEST}: edited since it was written: {remedy}")
     for name, entry in recorded["files"].items():
@@ -155,9 +175,7 @@ def lock(folder: Path) -> Iterator[None]:
                 raise
             file.seek(0)
             holder = file.read().strip() or "unknown"
-            raise ArtifactError(
-                f"{folder}: another disco process ({holder}) works here: wait for it"
-            ) from None
+            raise ArtifactError(f"{folder}: another disco process ({holder}) works here: wait for it") from None
         file.truncate(0)
         file.write(f"pid {os.getpid()}")
         file.flush()

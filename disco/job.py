@@ -1,0 +1,105 @@
+"""One training run as a file: everything a process needs to train one model, alone, on any machine."""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from disco.artifacts import write_json
+from disco.config import Optimizer, Section, Tracking
+
+WORK = "work"  # job, rows and checkpoints, inside the stage folder until the stage is whole
+JOB = "job.json"
+
+
+class JobError(RuntimeError):
+    """A training process that ended badly; its own message went before."""
+
+
+class Price(Section):
+    """What a device-hour costs. On a CPU the named device did not run: `kind` is then simulated."""
+
+    priced_as: str
+    dollars_per_hour: float
+    source: str
+    as_of: str
+
+
+class Job(Section):
+    """What `trainer.train` does. Rows are in the order of consumption: step s takes the s-th batch of them."""
+
+    phase: str
+    stage: str
+    submodel: int | None = None
+    model: str
+    out: str
+    rows: str
+    validation: str | None = None
+    validate_at: list[int] = []
+    section: Optimizer
+    trainable: Literal["all", "experts", "router"] = "all"
+    aux_loss: float = 0.0
+    z_loss: float = 0.0
+    collapse_share: float = 1.0
+    collapse_logs: int = 5
+    dtype: str
+    experts: str
+    seed: int
+    price: Price
+    run: str
+    group: str
+    tracking: Tracking = Tracking()
+
+
+def run_job(job: Job, threads: int) -> None:
+    """Train in processes of its own, which end when this one does. Raises JobError when they fail."""
+    path = Path(job.out) / WORK / JOB
+    write_json(path, job.model_dump(mode="json"))
+    command = [sys.executable]
+    if job.section.processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.section.processes}"]
+    command += ["-m", "disco.job", str(path)]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONHASHSEED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "DISCO_PARENT": str(os.getpid()),
+    }
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        code = process.wait()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+        raise
+    if code:
+        raise JobError(f"{job.phase}: training ended with exit code {code}; what was done is kept in {job.out}")
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to end this process with its parent, so that a killed run leaves nothing behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    started_by = int(os.environ.get("DISCO_PARENT", "0"))
+    if started_by and not Path(f"/proc/{started_by}").exists() and Path("/proc/self").exists():
+        sys.exit("disco: the run that started this process is gone")
+
+
+def main(path: str) -> None:
+    _die_with_parent()
+    raw: dict[str, Any] = json.loads(Path(path).read_text())
+    from disco.trainer import TrainingError, train
+
+    try:
+        train(Job.model_validate(raw))
+    except TrainingError as error:
+        print(f"disco: {error}", file=sys.stderr)
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

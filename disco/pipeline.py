@@ -1,0 +1,149 @@
+"""Run a graph of stages: what is fresh stays, what is stale or missing is made, nothing else."""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+from disco import artifacts
+from disco.artifacts import ArtifactError
+from disco.check import check
+from disco.config import ConfigError, Experiment, closest
+from disco.stages import Stage, stages
+
+FRESH, STALE, MISSING, STARTED, WAITING = "fresh", "stale", "missing", "started", "waiting"
+
+
+def expected_inputs(config: Experiment, stage: Stage) -> dict[str, str]:
+    """Fingerprints of what the stage reads. Raises ArtifactError where an input is not there yet."""
+    return {need: artifacts.content(config.folder / need) for need in stage.needs}
+
+
+def status(config: Experiment) -> dict[str, str]:
+    """The state of every stage: fresh, stale, started (resumes), missing, or waiting for another stage."""
+    states: dict[str, str] = {}
+    for name, stage in stages(config).items():
+        folder = config.folder / name
+        if any(states[need] != FRESH for need in stage.needs):
+            states[name] = WAITING
+        elif folder.exists():
+            key = artifacts.stage_key(expected_inputs(config, stage), stage.section, config.seed)
+            states[name] = FRESH if artifacts.manifest(folder).get("key") == key else STALE
+        else:
+            partial = folder.with_name(folder.name + ".partial")
+            states[name] = STARTED if stage.trains and partial.exists() else MISSING
+    return states
+
+
+def run(
+    config: Experiment,
+    *,
+    only: Iterable[str] | None = None,
+    until: str | None = None,
+    start: str | None = None,
+    force: Iterable[str] = (),
+    say: Callable[[str], None] = print,
+) -> None:
+    """Make every stage that is stale or missing, in order; submodels `launch.parallel` at a time.
+
+    `until` is the last stage made, `start` the first of those made again, `force` names stages to make again
+    although fresh, `only` keeps to the named stages. A fresh stage whose files differ from its manifest raises
+    ArtifactError: it is made again only with `force` or `start`.
+    """
+    graph = stages(config)
+    for name in [*(only or ()), *force, *filter(None, (until, start))]:
+        if not any(_named(stage, name) for stage in graph):
+            raise ConfigError(f"no stage is called '{name}': {closest(name, graph)}")
+    check(config)
+    with artifacts.lock(config.folder):
+        (config.folder / "experiment.yaml").write_text(config.dump(), encoding="utf-8")
+        again = _again(graph, start, force)
+        todo = [stage for stage in _until(graph, until) if only is None or any(_named(stage.name, n) for n in only)]
+        while todo:
+            batch = [todo.pop(0)]
+            if batch[0].submodel:  # its siblings need none of each other
+                family = batch[0].name.rpartition("/")[0]
+                batch += [stage for stage in todo if stage.submodel and stage.name.rpartition("/")[0] == family]
+                todo = [stage for stage in todo if stage not in batch]
+            batch = [stage for stage in batch if not _fresh(config, stage, stage.name in again, say)]
+            _make_all(config, batch, say)
+
+
+def _make_all(config: Experiment, batch: list[Stage], say: Callable[[str], None]) -> None:
+    """Make independent stages side by side. One that fails does not stop the others; all are named at the end."""
+    if len(batch) == 1:
+        return _make(config, batch[0], say)
+    failed = {}
+    with ThreadPoolExecutor(max_workers=config.launch.parallel) as pool:
+        pending = {pool.submit(_make, config, stage, say): stage for stage in batch}
+        for future in as_completed(pending):
+            if error := future.exception():
+                failed[pending[future].name] = error
+    if failed:
+        reasons = "; ".join(f"{name}: {error}" for name, error in sorted(failed.items()))
+        raise ArtifactError(
+            f"{len(failed)} of {len(batch)} stages failed ({reasons}): run again to go on with them"
+        )
+
+
+def _make(config: Experiment, stage: Stage, say: Callable[[str], None]) -> None:
+    say(f"{stage.name}: making it")
+    with artifacts.stage_folder(
+        config.folder / stage.name,
+        stage=stage.name,
+        inputs=expected_inputs(config, stage),
+        section=stage.section,
+        seed=config.seed,
+        keep_partial=stage.trains,
+    ) as out:
+        stage.make(out)
+
+
+def _fresh(config: Experiment, stage: Stage, again: bool, say: Callable[[str], None]) -> bool:
+    folder = config.folder / stage.name
+    if again or not folder.exists():
+        return False
+    recorded = artifacts.manifest(folder)
+    key = artifacts.stage_key(expected_inputs(config, stage), stage.section, config.seed)
+    if recorded.get("key") != key:
+        say(f"{stage.name}: stale ({_difference(recorded, config, stage)})")
+        return False
+    artifacts.verify(folder)
+    say(f"{stage.name}: fresh")
+    return True
+
+
+def _difference(recorded: dict, config: Experiment, stage: Stage) -> str:
+    """Why a stage is stale, in words."""
+    inputs = expected_inputs(config, stage)
+    changed = [need for need in inputs if recorded.get("inputs", {}).get(need) != inputs[need]]
+    if changed:
+        return f"{', '.join(changed)} changed"
+    return "its configuration changed" if recorded.get("seed") == config.seed else "the seed changed"
+
+
+def _named(name: str, pattern: str) -> bool:
+    """`train` names train/0, train/1, ... too."""
+    return name == pattern or name.startswith(pattern + "/")
+
+
+def _until(graph: dict[str, Stage], until: str | None) -> list[Stage]:
+    order = list(graph.values())
+    if until is None:
+        return order
+    last = [stage for stage in order if _named(stage.name, until)]
+    wanted, queue = set(), [stage.name for stage in last]
+    while queue:
+        name = queue.pop()
+        if name not in wanted:
+            wanted.add(name)
+            queue += graph[name].needs
+    return [stage for stage in order if stage.name in wanted]
+
+
+def _again(graph: dict[str, Stage], start: str | None, force: Iterable[str]) -> set[str]:
+    again = {name for name in graph for pattern in force if _named(name, pattern)}
+    if start is not None:
+        again |= {name for name in graph if _named(name, start)}
+        for name, stage in graph.items():
+            if any(need in again for need in stage.needs):
+                again.add(name)
+    return again

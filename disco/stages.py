@@ -1,0 +1,299 @@
+"""The pipeline as a graph: what each stage needs, which configuration it depends on, and how it is made.
+
+    prepare > cluster > start > (split/<k>) > train/<k> > merge > (finetune_router) > finetune > evaluate > report
+
+`start` is the shared start of all submodels: the initial model, or with a seed phase the model trained from
+`initial`. The baselines are more stages of the same kinds under `baselines/`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PretrainedConfig
+
+from disco import artifacts
+from disco.checkpoint import identity, load_config
+from disco.cluster import assignments, cluster
+from disco.config import Experiment, Section
+from disco.corpus import Corpus, prepare
+from disco.evaluate import evaluate
+from disco.family import num_experts
+from disco.merge import merge
+from disco.packing import Rows
+from disco.report import report
+from disco.router import initialise_router
+from disco.sources import local_files
+from disco.split import split, write_submodel_note
+from disco.start import full_config, initial_model, locate, model_config
+from disco.train import curve_rows, joint_rows, mixed_rows, run_training, submodel_rows
+
+# Keys of the configuration that change how a stage runs, but not what comes out of it.
+NEUTRAL = {"log_every", "checkpoint_every"}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`make(out)` fills the folder; `section` is the configuration that the result depends on."""
+
+    name: str
+    needs: tuple[str, ...]
+    section: Any
+    make: Callable[[Path], None]
+    trains: bool = False
+
+    @property
+    def submodel(self) -> bool:
+        return self.trains and "train/" in self.name
+
+
+def stages(config: Experiment) -> dict[str, Stage]:
+    """Every stage of the experiment, in an order in which they can run."""
+    graph = list(_start(config))
+    graph += _disco(config, "", None)
+    if "joint" in config.baselines:
+        graph += _joint(config)
+    if "random_split" in config.baselines:
+        graph += _disco(config, "baselines/random_split/", "random")
+    run, models = config.folder, [stage.name for stage in graph if not stage.name.startswith("split/")]
+    graph.append(Stage("evaluate", tuple(models), _dump(config.evaluate), lambda out: evaluate(config, run, out)))
+    graph.append(Stage("report", ("evaluate",), _dump(config.hardware), lambda out: report(config, run, out)))
+    return {stage.name: stage for stage in graph}
+
+
+def _start(config: Experiment) -> Iterator[Stage]:
+    """The corpus and the shared start of all submodels."""
+    run, phase = config.folder, config.seed_phase
+    model, checkpoint = _dump(config.model), None
+    if config.model.source is not None:
+        checkpoint = locate(config.model.source, config.model.revision)
+        model["content"] = identity(checkpoint)
+    yield Stage(
+        "prepare",
+        (),
+        {"corpus": _dump(config.corpus), "model": model, "files": _source_files(config)},
+        lambda out: prepare(config, out, model_folder=checkpoint),
+    )
+    yield Stage(
+        "initial" if phase.tokens else "start",
+        ("prepare",),
+        {"model": model, "single_expert": starts_single(config)},
+        lambda out: initial_model(config, _corpus(config), out, single_expert=starts_single(config)),
+    )
+    if phase.tokens:
+        yield Stage(
+            "start",
+            ("prepare", "initial"),
+            _dump(phase),
+            lambda out: run_training(
+                config,
+                out,
+                phase="start",
+                section=phase,
+                model=run / "initial",
+                rows=mixed_rows(config, _corpus(config), phase, phase.tokens, salt=1),
+            ),
+            trains=True,
+        )
+
+
+def _disco(config: Experiment, prefix: str, method: str | None) -> Iterator[Stage]:
+    """Cluster, train apart, merge, fine-tune; `method` overrides cluster.method for the random split."""
+    run, tune, k = config.folder, config.finetune, clusters(config)
+    looks = ("start",) if config.cluster.features != "tfidf" and method is None else ()
+
+    yield Stage(
+        f"{prefix}cluster",
+        ("prepare", *looks),
+        {"cluster": _dump(config.cluster), "k": k, "method": method},
+        lambda out: cluster(
+            config,
+            _corpus(config),
+            out,
+            k=k,
+            method=method,
+            model_folder=run / "start" if looks else None,
+            minimum_tokens=config.train.batch_size * config.corpus.sequence_length,
+        ),
+    )
+    for submodel in range(k):
+        begin = begins_from(config, submodel)
+        if begin != "start" and not prefix:
+            yield Stage(
+                begin,
+                ("start",),
+                {},
+                lambda out, submodel=submodel: split(run / "start", submodel, out),
+            )
+        yield Stage(
+            f"{prefix}train/{submodel}",
+            ("prepare", f"{prefix}cluster", begin),
+            {"train": _dump(config.train), "submodel": submodel},
+            lambda out, submodel=submodel: train_submodel(config, prefix, submodel, out),
+            trains=True,
+        )
+    trained = [f"{prefix}train/{submodel}" for submodel in range(k)]
+    yield Stage(
+        f"{prefix}merge",
+        ("prepare", f"{prefix}cluster", "start", *trained),
+        _dump(config.merge),
+        lambda out: merge_submodels(config, prefix, out),
+    )
+    last = f"{prefix}merge"
+    for name, positions, trainable, salt in (
+        ("finetune_router", tune.router_tokens, "router", 2),
+        ("finetune", tune.tokens, "all", 3),
+    ):
+        if not positions:
+            continue
+        yield Stage(
+            f"{prefix}{name}",
+            ("prepare", last),
+            _dump(tune),
+            lambda out, name=name, begin=last, positions=positions, trainable=trainable, salt=salt: run_training(
+                config,
+                out,
+                phase=f"{prefix}{name}",
+                section=tune,
+                model=run / begin,
+                rows=mixed_rows(config, _corpus(config), tune, positions, salt),
+                validation=curve_rows(config, _corpus(config)),
+                trainable=trainable,
+            ),
+            trains=True,
+        )
+        last = f"{prefix}{name}"
+
+
+def _joint(config: Experiment) -> Iterator[Stage]:
+    """The full MoE trained on exactly the tokens that the stages of DisCo see."""
+    run, begin = config.folder, "start"
+    if config.seed_phase.tokens:
+        begin = "initial"
+    if starts_single(config):
+        begin = "baselines/joint_initial"
+        yield Stage(
+            begin,
+            ("prepare",),
+            {"model": _dump(config.model)},
+            lambda out: initial_model(config, _corpus(config), out, single_expert=False),
+        )
+    changed = config.joint.model_dump(exclude_none=True)
+    section = config.finetune.model_copy(update=changed)
+    phases = {
+        "seed_phase": _dump(config.seed_phase),
+        "train": _dump(config.train),
+        "finetune": _dump(config.finetune),
+    }
+    yield Stage(
+        "baselines/joint",
+        ("prepare", "cluster", begin),
+        phases | {"joint": changed},
+        lambda out: run_training(
+            config,
+            out,
+            phase="baselines/joint",
+            section=section,
+            model=run / begin,
+            rows=joint_rows(config, _corpus(config), assignments(run / "cluster", "train"), clusters(config)),
+            validation=curve_rows(config, _corpus(config)),
+        ),
+        trains=True,
+    )
+
+
+def train_submodel(config: Experiment, prefix: str, submodel: int, out: Path) -> None:
+    """Train one submodel on its cluster, from the shared start or its own part of it."""
+    rows, note = submodel_input(config, prefix, submodel)
+    run_training(
+        config,
+        out,
+        phase=f"{prefix}train/{submodel}",
+        section=config.train,
+        model=config.folder / begins_from(config, submodel),
+        rows=rows,
+        submodel=submodel,
+        trainable="experts" if config.train.mode == "expert" else "all",
+    )
+    write_submodel_note(out, **note)
+
+
+def submodel_input(config: Experiment, prefix: str, submodel: int) -> tuple[Rows, dict]:
+    """The rows that a submodel trains on and the note of where it belongs, from the run or from a pack."""
+    run = config.folder
+    if packed_file(run, submodel).exists():
+        return Rows.load(run / f"rows-{submodel}" / "rows.npz"), artifacts.read_json(packed_file(run, submodel))["note"]
+    folder = run / f"{prefix}cluster"
+    note = {
+        "base": identity(run / "start"),
+        "expert": submodel,
+        "experts": clusters(config),
+        "clustering": artifacts.content(folder),
+    }
+    return submodel_rows(config, _corpus(config), assignments(folder, "train"), submodel), note
+
+
+def packed_file(run: Path, submodel: int) -> Path:
+    return run / f"packed-{submodel}.json"
+
+
+def begins_from(config: Experiment, submodel: int) -> str:
+    return "start" if starts_single(config) else f"split/{submodel}"
+
+
+def merge_submodels(config: Experiment, prefix: str, out: Path) -> None:
+    """Submodels to the full MoE, then its router."""
+    run, section, k = config.folder, config.merge, clusters(config)
+    labels = assignments(run / f"{prefix}cluster", "train")
+    tokens_K = np.bincount(labels, weights=_corpus(config).split("train").tokens, minlength=k)
+    weights_K = {"tokens": tokens_K, "uniform": np.ones(k)}.get(str(section.backbone), section.backbone)
+    merge(
+        run / "start",
+        [run / f"{prefix}train/{submodel}" for submodel in range(k)],
+        out,
+        full_config=full_config(config, run / "start"),
+        weights=list(weights_K),
+        original=run / "start" if section.router == "original" else None,
+        renormalize=section.renormalize,
+        seed=config.seed,
+    )
+    rows = [submodel_rows(config, _corpus(config), labels, submodel) for submodel in range(k)]
+    initialise_router(
+        out, rows, method=section.router, tokens=section.probe_tokens, l2=section.probe_l2, seed=config.seed
+    )
+
+
+def starts_single(config: Experiment) -> bool:
+    """Whether the shared start is a single-expert model that every submodel begins from."""
+    return config.model.source is None and config.seed_phase.tokens > 0 and config.seed_phase.model != "full"
+
+
+def described_model(config: Experiment) -> PretrainedConfig:
+    """The Hugging Face config that section `model` describes."""
+    if config.model.source is None:
+        return model_config(config.model.config)
+    return load_config(locate(config.model.source, config.model.revision))
+
+
+def clusters(config: Experiment) -> int:
+    return num_experts(described_model(config))
+
+
+def _source_files(config: Experiment) -> dict[str, str]:
+    """Content of each source's local files, so that an edited file makes the corpus stale."""
+    cache = config.folder / "hashes.json"
+    return {
+        source.name: artifacts.fingerprint(artifacts.file_hashes(local_files(source), cache))
+        for source in config.corpus.sources
+        if source.hub is None
+    }
+
+
+def _corpus(config: Experiment) -> Corpus:
+    return Corpus.open(config.folder / "prepare")
+
+
+def _dump(section: Section) -> dict:
+    return section.model_dump(mode="json", exclude=NEUTRAL)

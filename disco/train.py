@@ -1,0 +1,147 @@
+"""Training stages: which rows each consumes, and the job that a process runs.
+
+Rows are fixed before training starts, in the order of consumption. The joint baseline can therefore be given
+exactly the rows that the stages of DisCo saw.
+"""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from disco.config import ConfigError, Experiment, Finetune, Optimizer
+from disco.corpus import Corpus
+from disco.job import WORK, Job, Price, run_job
+from disco.packing import Rows, pack
+from disco.split import copy_side_files
+from launch import hardware
+
+
+def budget(positions: int | None, rows: int, section: Optimizer, sequence_length: int) -> int:
+    """Rows to consume for `positions` of training: whole batches; without a budget one pass over `rows`."""
+    if positions is None:
+        return rows
+    return -(-positions // (sequence_length * section.batch_size)) * section.batch_size
+
+
+def consume(rows: Rows, count: int, seed: int) -> Rows:
+    """The first `count` rows of an endless sequence of seeded permutations of `rows`."""
+    if not len(rows):
+        raise ConfigError("there are no rows to train on: the corpus or the cluster is empty")
+    epochs = [
+        np.random.default_rng([seed, epoch]).permutation(len(rows)) for epoch in range(-(-count // len(rows)))
+    ]
+    return rows.take(np.concatenate(epochs)[:count])
+
+
+def _pack(config: Experiment, corpus: Corpus, documents: np.ndarray | None, split: str = "train") -> Rows:
+    part = corpus.split(split)
+    documents = np.arange(len(part)) if documents is None else documents
+    return pack(part, documents, config.corpus.sequence_length, config.corpus.packing, config.seed)
+
+
+def mixed_rows(config: Experiment, corpus: Corpus, section: Optimizer, positions: int, salt: int) -> Rows:
+    """Rows of the whole corpus, for the seed phase (salt 1), router tuning (2) and fine-tuning (3)."""
+    rows = _pack(config, corpus, None)
+    count = budget(positions, len(rows), section, config.corpus.sequence_length)
+    return consume(rows, count, config.seed * 10 + salt)
+
+
+def submodel_rows(config: Experiment, corpus: Corpus, labels: np.ndarray, submodel: int) -> Rows:
+    """Rows of one cluster; `train.tokens` is shared among clusters by their tokens."""
+    rows = _pack(config, corpus, np.flatnonzero(labels == submodel))
+    positions = config.train.tokens
+    if positions is not None:
+        tokens = np.bincount(labels, weights=corpus.split("train").tokens, minlength=submodel + 1)
+        positions = max(1, round(positions * tokens[submodel] / tokens.sum()))
+    count = budget(positions, len(rows), config.train, config.corpus.sequence_length)
+    return consume(rows, count, config.seed * 10 + 100 + submodel)
+
+
+def joint_rows(config: Experiment, corpus: Corpus, labels: np.ndarray, experts: int) -> Rows:
+    """Exactly the rows that all DisCo stages consume, mixed."""
+    parts = [submodel_rows(config, corpus, labels, submodel) for submodel in range(experts)]
+    tune = config.finetune
+    for section, positions, salt in (
+        (config.seed_phase, config.seed_phase.tokens, 1),
+        (tune, tune.router_tokens, 2),
+        (tune, tune.tokens, 3),
+    ):
+        if positions:
+            parts.append(mixed_rows(config, corpus, section, positions, salt))
+    rows = Rows.concat(parts)
+    return rows.take(np.random.default_rng([config.seed, 4]).permutation(len(rows)))
+
+
+def curve_rows(config: Experiment, corpus: Corpus) -> Rows:
+    """The validation rows of the points on loss curves: the same in every stage."""
+    rows = _pack(config, corpus, None, "validation")
+    return rows.take(np.arange(min(len(rows), config.evaluate.curve_rows)))
+
+
+def curve_points(config: Experiment, rows: Rows, section: Optimizer) -> list[int]:
+    """Steps after which the validation loss is taken: evenly spaced, the last step among them."""
+    steps = -(-len(rows) // section.batch_size)
+    points = np.linspace(0, steps, config.evaluate.curve_points + 1)[1:]
+    return sorted({max(1, round(point)) for point in points})
+
+
+def price_of(config: Experiment, priced_as: str) -> Price:
+    """What a device-hour of a stage costs, from the hardware table."""
+    device = hardware.lookup(priced_as, hardware.load(config.hardware.table))
+    return Price(
+        priced_as=device.name, dollars_per_hour=device.price, source=device.source, as_of=str(device.as_of)
+    )
+
+
+def run_training(
+    config: Experiment,
+    out: Path,
+    *,
+    phase: str,
+    section: Optimizer,
+    model: Path,
+    rows: Rows,
+    validation: Rows | None = None,
+    submodel: int | None = None,
+    trainable: str = "all",
+    threads: int = 1,
+) -> None:
+    """Train `model` on `rows` in processes of its own; leaves a Hugging Face checkpoint in `out`."""
+    work = out / WORK
+    work.mkdir(exist_ok=True)
+    rows.save(work / "rows.npz")
+    if validation is not None:
+        validation.save(work / "validation.npz")
+    routed = {}
+    if isinstance(section, Finetune):
+        routed = {
+            "aux_loss": section.aux_loss,
+            "z_loss": section.z_loss,
+            "collapse_share": section.collapse_share,
+            "collapse_logs": section.collapse_logs,
+        }
+    cheap = not isinstance(section, Finetune)
+    job = Job(
+        phase=phase,
+        stage=phase.rpartition("/")[0].rpartition("/")[2] if submodel is not None else phase.rpartition("/")[2],
+        submodel=submodel,
+        model=str(model),
+        out=str(out),
+        rows=str(work / "rows.npz"),
+        validation=str(work / "validation.npz") if validation is not None else None,
+        validate_at=curve_points(config, rows, section) if validation is not None else [],
+        section=section.model_dump(include=set(Optimizer.model_fields)),
+        trainable=trainable,
+        dtype=config.model.dtype,
+        experts=config.model.experts,
+        seed=config.seed,
+        price=price_of(config, config.hardware.train if cheap else config.hardware.finetune),
+        run=str(config.folder.absolute()),
+        group=config.name,
+        tracking=config.tracking,
+        **routed,
+    )
+    run_job(job, threads)
+    copy_side_files(model, out)
+    shutil.rmtree(work)

@@ -1,0 +1,219 @@
+"""The one training loop of the project. It drives anything with DeepSpeed's engine interface.
+
+A step is a global batch: the next `batch_size` rows, cut into micro-batches over processes and accumulation.
+Rows come in the order of consumption and random numbers are derived from (seed, step, rank), so the step
+counter and the engine's checkpoint are all that a resumed run needs.
+"""
+
+import functools
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from disco.config import Optimizer
+from disco.engine import export_model, load_model, make_engine, start_process_group
+from disco.family import expert_parameters, router_parameters
+from disco.job import WORK, Job
+from disco.loss import CausalLoss
+from disco.packing import Rows
+from disco.record import LEDGER_SECONDS, Recorder
+from launch.flops import training_flops
+
+
+class TrainingError(RuntimeError):
+    """Training that must not go on: the message says why and what to change."""
+
+
+def train(job: Job) -> None:
+    """Run the job, resuming from its last checkpoint; leaves a Hugging Face checkpoint in `job.out`.
+
+    Raises TrainingError on a loss that is not finite and on collapsed routing; the last checkpoint stays.
+    """
+    section, out = job.section, Path(job.out)
+    checkpoints = out / WORK / "checkpoints"
+    rank, world, device = start_process_group()
+    record = Recorder(job, rank, world, device)
+    torch.manual_seed(job.seed)
+    rows = Rows.load(Path(job.rows))
+    validation = Rows.load(Path(job.validation)) if job.validation else None
+    precision = {"fp32": "float32", "bf16": "bfloat16"}[section.precision]
+    model = load_model(Path(job.model), precision, job.experts).to(device)
+    set_trainable(model, job.trainable)
+    if section.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.disable_input_require_grads()
+    module = CausalLoss(model, chunk=section.loss_chunk, aux=job.aux_loss, z=job.z_loss)
+    engine = make_engine(module, section)
+    flops_of = functools.partial(
+        training_flops,
+        model.config,
+        rows.sequence_length,
+        trainable=job.trainable,
+        activation_checkpointing=section.activation_checkpointing,
+    )
+    flops_per_row, flops_per_label = flops_of(labels=0), flops_of(labels=1) - flops_of(labels=0)
+    state = {"step": 0, "tokens": 0, "flops": 0, "seconds": 0.0}
+    resume(engine, checkpoints, state)
+    record.begin(state)
+    steps, labels, collapsed = -(-len(rows) // section.batch_size), rows.labels(), 0
+
+    while state["step"] < steps:
+        started = time.perf_counter()
+        step = state["step"]
+        torch.manual_seed((job.seed * 1_000_003 + step * world + rank) % 2**63)
+        indices = np.arange(step * section.batch_size, min(len(rows), (step + 1) * section.batch_size))
+        tokens = int(labels[indices].sum())
+        sums = forward_backward(engine, micro_batches(rows, indices, section, rank, device), tokens)
+        if not math.isfinite(sums["loss"]):
+            raise TrainingError(
+                f"{job.phase}: the loss of step {step} is {sums['loss']}: lower {job.stage}.learning_rate "
+                f"(now {section.learning_rate:g}) or look at the data; the last checkpoint is kept in {out}"
+            )
+        rate = learning_rate(step, steps, section)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = rate
+        engine.step()
+        if module.route:
+            module.set_share(sums["counts_LE"], tokens)
+        state["step"] += 1
+        state["tokens"] += tokens
+        state["flops"] += len(indices) * flops_per_row + tokens * flops_per_label
+        state["seconds"] += time.perf_counter() - started
+
+        validate = validation is not None and state["step"] in job.validate_at
+        if state["step"] % section.log_every == 0 or state["step"] == steps or validate:
+            row = state | {"loss": sums["loss"] / tokens, "lr": rate, "grad_norm": gradient_norm(engine)}
+            if module.route:
+                share_LE = sums["counts_LE"] / sums["counts_LE"].sum(-1, keepdim=True)
+                row |= {name: sums[name] / tokens for name in ("balance", "z")}
+                row["expert_share"] = share_LE.tolist()
+                collapsed = collapsed + 1 if share_LE.max() > job.collapse_share else 0
+            if validate:
+                row["validation_loss"] = evaluate_loss(engine, validation, section, rank, device)
+            record.log(row, steps)
+            if collapsed >= job.collapse_logs:
+                raise TrainingError(
+                    f"{job.phase}: routing has collapsed: one expert held over {job.collapse_share:.0%} of a "
+                    f"layer's tokens in {collapsed} logs running: raise finetune.aux_loss "
+                    f"(now {job.aux_loss:g}) or lower the learning rate; the last checkpoint is kept in {out}"
+                )
+        if section.checkpoint_every and state["step"] % section.checkpoint_every == 0:
+            checkpoint(engine, checkpoints, state)
+        record.held(state, at_least=LEDGER_SECONDS)
+
+    export_model(engine, out, job.dtype)
+    record.finish(state)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def set_trainable(model: torch.nn.Module, what: str) -> None:
+    """Freeze all but `what`: all, experts or router."""
+    if what == "all":
+        return
+    chosen = {id(p) for p in (expert_parameters(model) if what == "experts" else router_parameters(model))}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in chosen)
+
+
+def learning_rate(step: int, steps: int, section: Optimizer) -> float:
+    """Rate of update `step` (0-based) of `steps`: linear warm-up, then cosine, linear or constant decay."""
+    warmup = math.ceil(section.warmup * steps)
+    if step < warmup:
+        return section.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    if section.schedule == "constant":
+        return section.learning_rate
+    decay = 1 - progress if section.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return section.learning_rate * (section.min_learning_rate + (1 - section.min_learning_rate) * decay)
+
+
+def micro_batches(rows: Rows, indices: np.ndarray, section: Optimizer, rank: int, device) -> list[dict]:
+    """This rank's micro-batches of a global batch: equally many on every rank, a short last batch cut evenly."""
+    batches = []
+    for part in np.array_split(indices, section.accumulation * section.processes)[rank :: section.processes]:
+        batch = rows.batch(part if len(part) else indices[:1])
+        if not len(part):
+            batch["labels"].fill_(-100)
+        batches.append({name: tensor.to(device) for name, tensor in batch.items()})
+    return batches
+
+
+def forward_backward(engine, batches: list[dict], tokens: int) -> dict:
+    """Accumulate the gradients of a global batch of `tokens` labels.
+
+    Returns sums over the global batch: loss (cross-entropy), and for routed models balance, z, counts_LE.
+    """
+    # The engine averages over micro-batches and processes; our loss is already a share of the global sum.
+    scale = len(batches) * dist.get_world_size()
+    sums = {}
+    for batch in batches:
+        output = engine(**batch, tokens=tokens / scale)
+        engine.backward(output.loss)
+        if batch is not batches[-1]:
+            engine.step()  # not a boundary: only counts the micro-batch
+        for name in ("cross_entropy", "balance", "z", "counts_LE"):
+            if output[name] is not None:
+                sums[name] = sums.get(name, 0) + output[name].double()
+    flat = torch.cat([value.reshape(-1) for value in sums.values()])
+    if dist.get_world_size() > 1:
+        dist.all_reduce(flat)
+    sums = dict(zip(sums, flat.cpu().split([value.numel() for value in sums.values()]), strict=True))
+    counts = sums.pop("counts_LE", None)
+    result = {name.replace("cross_entropy", "loss"): float(value) for name, value in sums.items()}
+    if counts is not None:
+        result["counts_LE"] = counts.view_as(output.counts_LE)
+    return result
+
+
+@torch.no_grad()
+def evaluate_loss(engine, rows: Rows, section: Optimizer, rank: int, device) -> float:
+    """Cross-entropy a token over `rows`, spread over processes."""
+    engine.eval()
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    for begin in range(0, len(rows), section.batch_size):
+        indices = np.arange(begin, min(len(rows), begin + section.batch_size))
+        for batch in micro_batches(rows, indices, section, rank, device):
+            loss += engine(**batch, tokens=1).cross_entropy.double()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(loss)
+    engine.train()
+    return float(loss) / int(rows.labels().sum())
+
+
+def gradient_norm(engine) -> float | None:
+    norm = engine.get_global_grad_norm()
+    return None if norm is None else float(norm)
+
+
+def checkpoint(engine, folder: Path, state: dict) -> None:
+    """Write `step-<n>`, whole or not at all, and drop the older ones."""
+    name = f"step-{state['step']:08d}"
+    client = {"state": dict(state), "share_LE": getattr(engine.module, "share_LE", None)}
+    engine.save_checkpoint(str(folder), tag=f"{name}.partial", client_state=client, save_latest=False)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.rename(folder / f"{name}.partial", folder / name)
+        for old in folder.iterdir():
+            if old.name != name:
+                shutil.rmtree(old)
+    dist.barrier()
+
+
+def resume(engine, folder: Path, state: dict) -> None:
+    """Load the newest whole checkpoint in `folder`, if any, and bring `state` to where it was."""
+    found = sorted(path for path in folder.glob("step-*") if not path.name.endswith(".partial"))
+    if not found:
+        return
+    loaded, client = engine.load_checkpoint(str(folder), tag=found[-1].name)
+    if loaded is None:
+        raise TrainingError(f"{found[-1]}: cannot be loaded: delete it to start this stage again")
+    state.update(client["state"])
+    if client["share_LE"] is not None:
+        engine.module.share_LE = client["share_LE"]
