@@ -7,7 +7,7 @@
 
 `tokens` is the number of labels a document yields (its stored length - 1): every token after the first is
 predicted exactly once. A document is a file, a line or row, or a passage of one where `passage_chars` cuts.
-The corpus is never held in memory, only 36 bytes and a 16-byte hash a document.
+The corpus is never held in memory, only a 16-byte hash a document.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -60,9 +61,10 @@ def prepare(
 
     `out` is an existing empty folder; `model_folder` a local copy of `model.source`, whose tokenizer is used
     with `corpus.tokenizer.kind: model`. Held out are the round(validation * n) of a source's n documents (at
-    least one, at most n - 1) whose hash keyed with `seed` is smallest: the choice depends on contents and seed
-    alone, not on order or on other sources. The BPE is trained on the training split, of which every n-th document
-    is read where it has more than TOKENIZER_CHARS characters.
+    least one, at most n - 1) whose hash keyed with `seed` is smallest, passages of one text together where that
+    can be (`hold_out`): the choice depends on contents and seed alone, not on order or on other sources. The BPE
+    is trained on the training split, of which every n-th document is read where it has more than TOKENIZER_CHARS
+    characters.
 
     Raises ConfigError naming what cannot work, and where it came from.
     """
@@ -76,8 +78,7 @@ def prepare(
         tokenizer = save_tokenizer(model_tokenizer(config, model_folder), out / "tokenizer")
 
     spool = out / "documents.parquet"
-    counts, source_D, key_D = _gather(config, spool, progress)
-    held_out_D = hold_out(source_D, key_D, config.corpus.validation)
+    counts, held_out_D = _gather(config, spool, progress)
     if tokenizer is None:
         progress("training the tokenizer")
         step = -(-sum(count["characters"] for count in counts.values()) // TOKENIZER_CHARS)
@@ -105,23 +106,36 @@ def prepare(
     )
 
 
-def hold_out(source_D: np.ndarray, key_D: np.ndarray, share: float) -> np.ndarray:
-    """Boolean [D]: of each source's n >= 2 documents the round(share * n), 1 to n - 1, with the smallest keys."""
-    held_out_D = np.zeros(len(source_D), dtype=bool)
-    for source in np.unique(source_D):
-        own = np.flatnonzero(source_D == source)
-        count = min(max(1, round(share * len(own))), len(own) - 1)
-        held_out_D[own[np.argsort(key_D[own], kind="stable")[:count]]] = True
-    return held_out_D
+def hold_out(key_D: np.ndarray, text_D: np.ndarray, share: float) -> tuple[np.ndarray, str]:
+    """Choose the validation documents of one source with D >= 2 documents.
+
+    key_D: uint64, a keyed hash of each document's content; text_D: the file or row it was cut from.
+    Whole texts are held out in the order of their smallest key, skipping those that would go beyond 1.25 times the
+    aim of round(share * D) documents, 1 to D - 1, until it is reached. Where that does not give half the aim (a
+    source of few long texts), passages are held out by their own keys, and training may see their neighbours.
+    Returns boolean [D], and "text" or "passage".
+    """
+    aim = min(max(1, round(share * len(key_D))), len(key_D) - 1)
+    _, text_D, size_T = np.unique(text_D, return_inverse=True, return_counts=True)
+    key_T = np.full(len(size_T), np.iinfo(np.uint64).max)
+    np.minimum.at(key_T, text_D, key_D)
+    held_T = np.zeros(len(size_T), dtype=bool)
+    held = 0
+    for text in np.argsort(key_T, kind="stable"):
+        if held + size_T[text] <= 1.25 * aim and held < aim:
+            held_T[text] = True
+            held += size_T[text]
+    if 2 * held >= aim:
+        return held_T[text_D], "text"
+    held_D = np.zeros(len(key_D), dtype=bool)
+    held_D[np.argsort(key_D, kind="stable")[:aim]] = True
+    return held_D, "passage"
 
 
-def _gather(
-    config: Experiment, spool: Path, progress: Callable[[str], None]
-) -> tuple[dict[str, dict], np.ndarray, np.ndarray]:
-    """Stream every source's kept documents into `spool`; counts by source, and source and key of each document."""
+def _gather(config: Experiment, spool: Path, progress: Callable[[str], None]) -> tuple[dict[str, dict], np.ndarray]:
+    """Stream every source's kept documents into `spool`; counts by source, and which documents are held out."""
     seen: set[bytes] = set()
-    sources, keys = array("i"), array("Q")
-    counts = {}
+    counts, held_out = {}, []
     key = config.seed.to_bytes(8, "little")
     with _Writer(spool, SPOOL) as writer:
         for code, source in enumerate(config.corpus.sources):
@@ -129,7 +143,8 @@ def _gather(
             count = dict.fromkeys(("documents", "characters", "bytes", "duplicates", "too_short"), 0)
             count["files"] = len(local_files(source))
             counts[source.name] = count
-            for text in documents(source):
+            keys, texts = array("Q"), array("q")
+            for number, text in documents(source):
                 if count["documents"] == source.max_documents:
                     break
                 if len(text) < max(config.corpus.min_chars, 1):
@@ -147,11 +162,15 @@ def _gather(
                 count["documents"] += 1
                 count["characters"] += len(text)
                 count["bytes"] += len(data)
-                sources.append(code)
+                texts.append(number)
                 keys.append(int.from_bytes(hashlib.blake2b(digest, digest_size=8, key=key).digest(), "little"))
                 writer.add(len(text), source=code, text=text, sha256=digest)
             _check_count(source, count, config.corpus.min_chars)
-    return counts, np.frombuffer(sources, np.int32), np.frombuffer(keys, np.uint64)
+            held_D, count["held_out_by"] = hold_out(
+                np.frombuffer(keys, np.uint64), np.frombuffer(texts, np.int64), config.corpus.validation
+            )
+            held_out.append(held_D)
+    return counts, np.concatenate(held_out)
 
 
 def _utf8(text: str, source: Source) -> bytes:
@@ -210,8 +229,11 @@ def _tokenize(
         open(out / "validation.tokens", "wb") as validation_tokens,
     ):
         files = {"train": (train, train_tokens), "validation": (validation, validation_tokens)}
+        reported = 0.0
         for first, batch in _batches(spool, SPOOL.names):
-            progress(f"tokenising {first}/{len(held_out_D)} documents")
+            if first >= reported:
+                progress(f"tokenising document {first} of {len(held_out_D)}")
+                reported += len(held_out_D) / 20
             encoded = encode(tokenizer, batch["text"])
             for n, (code, text, digest) in enumerate(zip(*batch.values(), strict=True)):
                 stored = np.array([ids["bos"], *encoded[n], ids["eos"]], dtype=dtype)
@@ -300,7 +322,7 @@ class Split:
             size = self.tokens_path.stat().st_size
         except (OSError, pa.ArrowException) as error:
             raise ArtifactError(f"{folder}: damaged ({error}): run prepare again") from None
-        codes = pa.compute.index_in(table["source"], pa.array(self.sources))
+        codes = pc.index_in(table["source"], pa.array(self.sources))
         self.source = codes.to_numpy().astype(np.int32)
         self.tokens = table["tokens"].to_numpy()
         self.offset = table["offset"].to_numpy()

@@ -77,18 +77,19 @@ def local_bytes(source: Source) -> int:
     return source.max_bytes if source.hub else min(size, source.max_bytes)
 
 
-def documents(source: Source) -> Iterator[str]:
-    """Stream a source's documents, cut into passages where `passage_chars` says so.
+def documents(source: Source) -> Iterator[tuple[int, str]]:
+    """Stream a source's documents, cut into passages where `passage_chars` says so, each with its file's or row's
+    number, which passages of one text share.
 
     `max_bytes`, `max_documents` and `min_chars` are applied by the caller, who knows which documents it keeps.
     Raises ConfigError naming file and byte of what is not UTF-8, file and row of what is not text.
     """
     texts = (read_text(path) for path in local_files(source)) if source.files else _rows(source)
-    for blocks in texts:
+    for number, blocks in enumerate(texts):
         if source.passage_chars:
-            yield from passages(blocks, source.passage_chars)
+            yield from ((number, passage) for passage in passages(blocks, source.passage_chars))
         else:
-            yield "".join(blocks)
+            yield number, "".join(blocks)
 
 
 def passages(blocks: Iterable[str], size: int) -> Iterator[str]:
