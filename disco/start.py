@@ -1,0 +1,190 @@
+"""The model that everything starts from: drawn from scratch by seed, or a checked copy of a checkpoint."""
+
+import difflib
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from disco.artifacts import need_disk
+from disco.checkpoint import (
+    NAME_OF,
+    Checkpoint,
+    Output,
+    as_bytes,
+    copy_companions,
+    expected_shapes,
+    load_config,
+    write_weights,
+)
+from disco.config import ConfigError, Experiment
+from disco.family import FAMILIES, family_of, num_experts, top_k, with_experts
+from disco.split import NOTE, split
+
+if TYPE_CHECKING:
+    from disco.corpus import Corpus
+
+# Keys of older config files that transformers turns into others.
+LEGACY_KEYS = ("rope_theta", "rope_scaling", "torch_dtype")
+HUB_FILES = ["*.json", "model*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
+
+
+def model_config(raw: dict, tokenizer=None) -> PretrainedConfig:
+    """The Hugging Face config of `model.config`; vocabulary size and token ids come from the tokenizer.
+
+    Raises ConfigError for a model_type that is no known family, a key that its config class does not have, a
+    value of the wrong type, and sizes that do not fit each other.
+    """
+    raw = dict(raw)
+    model_type = raw.pop("model_type", None)
+    if model_type not in FAMILIES:
+        raise ConfigError(
+            f"model.config.model_type is '{model_type}': known families are {', '.join(sorted(FAMILIES))}"
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    known = {*config_class.__dataclass_fields__, *config_class.attribute_map, *LEGACY_KEYS}
+    for key in raw:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean '{close[0]}'?" if close else f"{config_class.__name__} has no such key"
+            raise ConfigError(f"unknown key model.config.{key}: {hint}")
+    if tokenizer is not None:
+        raw.setdefault("vocab_size", len(tokenizer))
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            raw.setdefault(name, getattr(tokenizer, name))
+    try:
+        config = config_class(**raw)
+    except Exception as error:  # the strict config classes raise several kinds
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ConfigError(f"model.config: {' '.join(lines)}") from None
+    _check_sizes(config)
+    return with_experts(config, num_experts(config), top_k(config))
+
+
+def _check_sizes(config: PretrainedConfig) -> None:
+    for key, value in config.to_dict().items():
+        counts = key.endswith(("_size", "_heads", "_layers")) or key.startswith("num_")
+        if counts and isinstance(value, int) and key != "chunk_size_feed_forward" and value < 1:
+            raise ConfigError(f"model.config.{key} is {value}: it has to be at least 1")
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    if heads % groups:
+        raise ConfigError(
+            f"model.config.num_attention_heads is {heads}, no multiple of num_key_value_heads {groups}"
+        )
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if getattr(config, "head_dim", None) is None and config.hidden_size % heads:
+        raise ConfigError(
+            f"model.config.hidden_size is {config.hidden_size}, no multiple of num_attention_heads {heads}"
+        )
+    if width % 2:
+        raise ConfigError(
+            f"model.config: heads are {width} wide, rotary positions need an even width: "
+            f"hidden_size / num_attention_heads is {config.hidden_size} / {heads}"
+        )
+
+
+def initial_model(config: Experiment, corpus: "Corpus | None", out: Path, single_expert: bool) -> None:
+    """Write the model of section `model` to the existing folder `out`, with tokenizer and generation config.
+
+    From scratch, weights depend on `config.seed` alone; with `single_expert` it is the full model's submodel 0,
+    so that both versions begin with the same shared part. A source is verified key by key and copied in
+    `model.dtype`. Raises ConfigError or ArtifactError.
+    """
+    out = Path(out)
+    if config.model.source is not None:
+        _copy_source(config, corpus, out, single_expert)
+        return
+    tokenizer = None if corpus is None else corpus.tokenizer()
+    full = model_config(config.model.config, tokenizer)
+    _check_vocabulary(full, tokenizer, "model.config.vocab_size")
+    if not single_expert:
+        _draw(full, tokenizer, config.seed, config.model.dtype, out)
+        return
+    with tempfile.TemporaryDirectory(dir=out, prefix="full.") as folder:
+        _draw(full, tokenizer, config.seed, config.model.dtype, Path(folder))
+        split(Path(folder), 0, out)
+    (out / NOTE).unlink()  # a start is no submodel
+
+
+def _draw(config: PretrainedConfig, tokenizer, seed: int, dtype: str, out: Path) -> None:
+    """Draw weights in float32, so that every dtype starts from the same numbers, and save them in `dtype`."""
+    family = family_of(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = model.to(getattr(torch, dtype))
+    config.architectures = [type(model).__name__]
+    config.dtype = getattr(torch, dtype)
+    _, tied = expected_shapes(config)
+    outputs = []
+    for key, tensor in model.state_dict().items():
+        flat = tensor.reshape(-1)
+        for piece in family.pieces(key, tensor.shape):
+            if piece.key not in tied:
+                part = flat[piece.start : piece.start + torch.Size(piece.shape).numel()]
+                data = as_bytes(part)
+                outputs.append(Output(piece.key, NAME_OF[part.dtype], piece.shape, lambda data=data: [data]))
+    need_disk(out, sum(output.bytes for output in outputs), "the initial model")
+    write_weights(out, outputs)
+    config.save_pretrained(out)
+    GenerationConfig.from_model_config(config).save_pretrained(out)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(out)
+
+
+def _copy_source(config: Experiment, corpus: "Corpus | None", out: Path, single_expert: bool) -> None:
+    folder = locate(config.model.source, config.model.revision)
+    source = Checkpoint.open(folder)
+    if single_expert and num_experts(source.config) > 1:
+        raise ConfigError(
+            f"seed_phase.model is submodel, but {folder} has {num_experts(source.config)} experts to keep: "
+            "set seed_phase.model=full"
+        )
+    tokenizer = None if corpus is None else corpus.tokenizer()
+    _check_vocabulary(source.config, tokenizer, f"{folder}: vocab_size")
+    dtype = getattr(torch, config.model.dtype)
+    outputs = [Output.cast(key, stored, dtype) for key, stored in source.tensors.items()]
+    need_disk(out, sum(output.bytes for output in outputs), "the initial model")
+    write_weights(out, outputs)
+    source.config.dtype = dtype
+    source.config.save_pretrained(out)
+    copy_companions(folder, out)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(out)
+
+
+def _check_vocabulary(config: PretrainedConfig, tokenizer, place: str) -> None:
+    if tokenizer is not None and len(tokenizer) > config.vocab_size:
+        raise ConfigError(
+            f"{place} is {config.vocab_size} but the tokenizer has {len(tokenizer)} tokens: "
+            "set it to at least that, or take the model's own tokenizer"
+        )
+
+
+def locate(source: str, revision: str | None = None) -> Path:
+    """The folder of `model.source`: itself if it is one, else a snapshot from the Hugging Face hub."""
+    if Path(source).is_dir():
+        return Path(source)
+    if source.startswith(("/", ".", "~")) or source.count("/") != 1:
+        raise ConfigError(f"model.source is '{source}': no such folder, and not a hub name (owner/name)")
+    from huggingface_hub import snapshot_download  # only here, so that nothing else can reach the network
+
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=HUB_FILES))
+    except Exception as error:  # network, authentication, unknown name: the hub has many kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"model.source is '{source}': no such folder, and the hub did not give it: {reason}"
+        ) from None
+
+
+def full_config(config: Experiment, start: Path) -> PretrainedConfig:
+    """Config of the merged model for a start folder that may have a single expert (`merge(full_config=...)`)."""
+    if config.model.source is not None:
+        wanted = load_config(locate(config.model.source, config.model.revision))
+    else:
+        wanted = model_config(config.model.config)
+    return with_experts(load_config(Path(start)), num_experts(wanted), top_k(wanted))

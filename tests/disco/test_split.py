@@ -1,0 +1,106 @@
+import json
+
+import pytest
+import torch
+
+from disco.artifacts import ArtifactError
+from disco.checkpoint import Checkpoint, identity
+from disco.config import ConfigError
+from disco.family import moe_blocks, num_experts, top_k
+from disco.split import NOTE, read_submodel_note, split, write_submodel_note
+from tests.disco.tiny_models import DTYPES, FAMILIES, IMPLEMENTATIONS, load, same_bits, save, tiny_model
+
+
+def force(model, expert: int) -> None:
+    """Make every router send every token to one expert, at weight 1."""
+
+    def forced(module, args, output):
+        logits, scores, indices = output
+        return logits, torch.ones_like(scores[:, :1]), torch.full_like(indices[:, :1], expert)
+
+    for block in moe_blocks(model):
+        block.router.register_forward_hook(forced)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_submodel_is_full_model_forced_to_its_expert(tmp_path, name, dtype, implementation):
+    save(tiny_model(name, 3, dtype), tmp_path / "full")
+    tokens = torch.arange(42).reshape(2, 21)
+    positions = torch.arange(21).remainder(8).expand(2, 21)
+    for expert in range(3):
+        (out := tmp_path / str(expert)).mkdir()
+        split(tmp_path / "full", expert, out)
+        full = load(tmp_path / "full", experts=implementation)
+        force(full, expert)
+        submodel = load(out, experts=implementation)
+        assert submodel.dtype == dtype
+        with torch.no_grad():
+            wanted = full(tokens, position_ids=positions, use_cache=False).logits
+            found = submodel(tokens, position_ids=positions, use_cache=False).logits
+        assert same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("experts", [1, 5, 7, 24])
+def test_odd_numbers_of_experts_and_one_equal_to_the_hidden_width(tmp_path, experts):
+    model = tiny_model("qwen2_moe", experts, num_experts_per_tok=1)
+    save(model, tmp_path / "full")
+    (out := tmp_path / "sub").mkdir()
+    split(tmp_path / "full", experts - 1, out)
+    submodel = load(out)
+    (kept, *_), (whole, *_) = moe_blocks(submodel), moe_blocks(model)
+    assert same_bits(kept.router.weight, whole.router.weight[-1:])
+    assert same_bits(kept.experts.gate_up_proj, whole.experts.gate_up_proj[-1:])
+    assert same_bits(kept.experts.down_proj, whole.experts.down_proj[-1:])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_submodel_config_and_note(tmp_path, name):
+    save(tiny_model(name, 3), tmp_path / "full")
+    (out := tmp_path / "sub").mkdir()
+    split(tmp_path / "full", 2, out, clustering="abc")
+    config = Checkpoint.open(out).config
+    assert (num_experts(config), top_k(config)) == (1, 1)
+    note = read_submodel_note(out)
+    assert note == (identity(tmp_path / "full"), 2, 3, "abc", None)
+    assert (out / "generation_config.json").is_file()
+
+
+def test_split_reads_stacked_experts_and_shards(tmp_path):
+    model = tiny_model("mixtral", 3)
+    save(model, tmp_path / "per_expert", max_shard_size="20KB")
+    save(model, tmp_path / "stacked", save_original_format=False)
+    assert any("gate_up_proj" in key for key in stored_keys(tmp_path / "stacked"))
+    assert len(list((tmp_path / "per_expert").glob("*.safetensors"))) > 2
+    for kind in ("per_expert", "stacked"):
+        (tmp_path / kind / "sub").mkdir()
+        split(tmp_path / kind, 1, tmp_path / kind / "sub")
+    weights = [(tmp_path / kind / "sub" / "model.safetensors") for kind in ("per_expert", "stacked")]
+    tensors = [Checkpoint.open(path.parent).tensors for path in weights]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(same_bits(tensors[0][key].read(), tensors[1][key].read()) for key in tensors[0])
+
+
+def stored_keys(folder):
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return list(file.keys())
+
+
+@pytest.mark.parametrize("expert", [-1, 3])
+def test_expert_out_of_range(tmp_path, expert):
+    save(tiny_model("olmoe", 3), tmp_path / "full")
+    with pytest.raises(ConfigError, match=f"submodel {expert} does not exist: the model has 3 experts"):
+        split(tmp_path / "full", expert, tmp_path)
+    with pytest.raises(ConfigError, match=f"submodel {expert} does not exist"):
+        write_submodel_note(tmp_path, base="b", expert=expert, experts=3, clustering="c")
+
+
+def test_note_missing_or_damaged(tmp_path):
+    with pytest.raises(ArtifactError, match="has no submodel.json"):
+        read_submodel_note(tmp_path)
+    (tmp_path / NOTE).write_text(json.dumps({"base": "x"}))
+    with pytest.raises(ArtifactError, match="damaged: it needs the keys base, expert"):
+        read_submodel_note(tmp_path)
