@@ -318,7 +318,7 @@ def _write_shard(path: Path, outputs: list[Output]) -> None:
     os.replace(temporary, path)
 
 
-def copy_companions(source: Path, out: Path) -> None:
+def copy_side_files(source: Path, out: Path) -> None:
     """Copy tokenizer, chat template and generation config, as far as there are any."""
     for name in COMPANIONS:
         if (source / name).is_file():

@@ -22,7 +22,7 @@ from disco.checkpoint import (
     as_bytes,
     as_tensor,
     check_keys,
-    copy_companions,
+    copy_side_files,
     identity,
     tokenizer_identity,
     write_weights,
@@ -111,7 +111,7 @@ def merge(
     need_disk(out, sum(output.bytes for output in outputs), "the merged model")
     write_weights(out, outputs, max_shard_bytes)
     config.save_pretrained(out)
-    copy_companions(start, out)
+    copy_side_files(start, out)
     note = {
         "base": parts[0].note.base,
         "clustering": parts[0].note.clustering,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from disco.artifacts import ArtifactError, need_disk, read_json, write_json
-from disco.checkpoint import Checkpoint, Output, copy_companions, identity, tokenizer_identity, write_weights
+from disco.checkpoint import Checkpoint, Output, copy_side_files, identity, tokenizer_identity, write_weights
 from disco.config import ConfigError
 from disco.family import num_experts, with_experts
 
@@ -74,5 +74,5 @@ def split(
     need_disk(out, sum(output.bytes for output in outputs), "a submodel")
     write_weights(out, outputs, max_shard_bytes)
     with_experts(source.config, 1, 1).save_pretrained(out)
-    copy_companions(full, out)
+    copy_side_files(full, out)
     write_submodel_note(out, base=identity(full), expert=expert, experts=experts, clustering=clustering)

@@ -15,7 +15,7 @@ from disco.checkpoint import (
     Checkpoint,
     Output,
     as_bytes,
-    copy_companions,
+    copy_side_files,
     expected_shapes,
     load_config,
     write_weights,
@@ -151,7 +151,7 @@ def _copy_source(config: Experiment, corpus: "Corpus | None", out: Path, single_
     write_weights(out, outputs)
     source.config.dtype = dtype
     source.config.save_pretrained(out)
-    copy_companions(folder, out)
+    copy_side_files(folder, out)
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
 
