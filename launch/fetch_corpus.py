@@ -332,6 +332,7 @@ def write_documents(documents: Documents, source: str, path: Path) -> dict:
 
 
 def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
