@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from disco.artifacts import ArtifactError
 from disco.config import Optimizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -77,7 +78,7 @@ def make_engine(model: nn.Module, section: Optimizer):
 
 
 def load_model(folder: Path, dtype: str, experts: str) -> nn.Module:
-    """The Hugging Face model in `folder`. A missing or unexpected weight raises ValueError."""
+    """The Hugging Face model in `folder`. A missing or unexpected weight raises ArtifactError."""
     from transformers import AutoModelForCausalLM
 
     model, info = AutoModelForCausalLM.from_pretrained(
@@ -86,7 +87,7 @@ def load_model(folder: Path, dtype: str, experts: str) -> nn.Module:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(kind):
             names = ", ".join(sorted(str(key) for key in info[kind])[:5])
-            raise ValueError(f"{folder}: {kind.replace('_', ' ')}: {names}: not the weights of its config.json")
+            raise ArtifactError(f"{folder}: {kind.replace('_', ' ')}: {names}: not the weights of its config.json")
     return model
 
 

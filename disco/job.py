@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from disco.artifacts import write_json
+from disco.artifacts import ArtifactError, write_json
 from disco.config import Optimizer, Section, Tracking
 
 WORK = "work"  # job, rows and checkpoints, inside the stage folder until the stage is whole
@@ -92,11 +92,15 @@ def _die_with_parent() -> None:
 def main(path: str) -> None:
     _die_with_parent()
     raw: dict[str, Any] = json.loads(Path(path).read_text())
+    from transformers.utils import logging
+
     from disco.trainer import TrainingError, train
 
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         train(Job.model_validate(raw))
-    except TrainingError as error:
+    except (TrainingError, ArtifactError) as error:
         print(f"disco: {error}", file=sys.stderr)
         sys.exit(3)
 

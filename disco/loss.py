@@ -114,6 +114,7 @@ class CausalLoss(nn.Module):
         routers = [router for _, router, _ in moe_blocks(model)]
         experts = routers[0].weight.shape[0] if routers else 0
         self.route = bool(routers) and experts > 1
+        self.selects = self.route and top_k(model.config) < experts
         if self.route:
             for router in routers:
                 router.register_forward_hook(self._keep)

@@ -90,10 +90,10 @@ def train(job: Job) -> None:
         if state["step"] % section.log_every == 0 or state["step"] == steps or validate:
             row = state | {"loss": sums["loss"] / tokens, "lr": rate, "grad_norm": gradient_norm(engine)}
             if module.route:
-                share_LE = sums["counts_LE"] / sums["counts_LE"].sum(-1, keepdim=True)
+                share_LE = sums["counts_LE"] / tokens  # of the tokens, so that each layer's sum is top_k
                 row |= {name: sums[name] / tokens for name in ("balance", "z")}
                 row["expert_share"] = share_LE.tolist()
-                collapsed = collapsed + 1 if share_LE.max() > job.collapse_share else 0
+                collapsed = collapsed + 1 if module.selects and share_LE.max() > job.collapse_share else 0
             if validate:
                 row["validation_loss"] = evaluate_loss(engine, validation, section, rank, device)
             record.log(row, steps)

@@ -1,0 +1,215 @@
+"""The training loop: against plain PyTorch, across accumulation and processes, and through a kill."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from disco.artifacts import write_json
+from disco.config import Optimizer
+from disco.job import WORK, Job, JobError, Price, run_job
+from disco.trainer import learning_rate
+from launch.ledger import read
+
+PRICE = Price(priced_as="rtx4090", dollars_per_hour=0.36, source="a test", as_of="2026-01-01")
+
+
+@pytest.fixture
+def make_job(tmp_path, tiny_model, toy_rows):
+    """make_job(name, **section) -> (Job, folder): a tiny model on toy rows."""
+
+    def make(name, *, rows=None, model=None, trainable="all", aux=0.02, **section):
+        start = tmp_path / "start"
+        if not start.exists():
+            (model or tiny_model()).save_pretrained(start)
+        out = tmp_path / name
+        (out / WORK).mkdir(parents=True)
+        rows = rows or toy_rows()
+        rows.save(out / WORK / "rows.npz")
+        defaults = {"batch_size": 4, "learning_rate": 3e-3, "log_every": 1, "weight_decay": 0.1}
+        optimizer = Optimizer(**(defaults | section))
+        job = Job(
+            phase=name,
+            stage="finetune",
+            model=str(start),
+            out=str(out),
+            rows=str(out / WORK / "rows.npz"),
+            validation=str(out / WORK / "rows.npz"),
+            validate_at=[-(-len(rows) // optimizer.batch_size)],
+            section=optimizer,
+            trainable=trainable,
+            aux_loss=aux,
+            dtype="float32",
+            experts="eager",
+            seed=7,
+            price=PRICE,
+            run=str(tmp_path / "run"),
+            group="test",
+        )
+        return job, out
+
+    return make
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_close(got, expected, **tolerance):
+    assert got.keys() == expected.keys()
+    for name in got:
+        torch.testing.assert_close(
+            got[name], expected[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance
+        )
+
+
+def test_learning_rate_follows_the_closed_forms():
+    section = Optimizer(learning_rate=2.0, warmup=0.1, min_learning_rate=0.1, schedule="cosine")
+    rates = [learning_rate(step, 100, section) for step in range(100)]
+    assert rates[:10] == pytest.approx([2.0 * (step + 1) / 10 for step in range(10)])
+    assert rates[55] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 45 / 90))))
+    linear = section.model_copy(update={"schedule": "linear"})
+    assert learning_rate(55, 100, linear) == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    constant = section.model_copy(update={"schedule": "constant"})
+    assert learning_rate(99, 100, constant) == 2.0
+
+
+def test_the_loop_is_plain_pytorch(make_job, toy_rows, tiny_model):
+    """Three steps equal those of AdamW on Hugging Face's own loss, clipping and decay groups included."""
+    rows = toy_rows()
+    job, out = make_job("ours", rows=rows, aux=0.0, schedule="constant", warmup=0.0, clip=0.5)
+    run_job(job, threads=1)
+    model = tiny_model().train()
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    adam = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=3e-3,
+        betas=(0.9, 0.95),
+    )
+    losses = []
+    for step in range(3):
+        batch = rows.batch(range(4 * step, 4 * step + 4))
+        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        adam.step()
+        adam.zero_grad()
+        losses.append(float(loss.detach()))
+    tiny = {"rtol": 1e-3, "atol": 1e-4}  # Adam divides by gradients near zero
+    model.save_pretrained(out.parent / "theirs")
+    assert_close(weights(out), weights(out.parent / "theirs"), **tiny)
+    logged = [row["loss"] for row in read(Path(job.run) / "metrics.jsonl")]
+    assert logged == pytest.approx(losses, rel=1e-4)
+
+
+def test_accumulation_and_processes_change_nothing(make_job, toy_rows):
+    """The last batch is short, documents are of uneven length, and the auxiliary loss is on."""
+    rows = toy_rows(10)
+    whole, reference = make_job("whole", rows=rows, aux=0.5)
+    run_job(whole, threads=1)
+    cut, accumulated = make_job("cut", rows=rows, aux=0.5, micro_batch_size=1)
+    run_job(cut, threads=1)
+    spread, parallel = make_job("spread", rows=rows, aux=0.5, processes=2)
+    run_job(spread, threads=1)
+    tiny = {"rtol": 1e-3, "atol": 1e-4}
+    assert_close(weights(accumulated), weights(reference), **tiny)
+    assert_close(weights(parallel), weights(reference), **tiny)
+    logs = {phase: [] for phase in ("whole", "cut", "spread")}
+    for row in read(Path(whole.run) / "metrics.jsonl"):
+        logs[row["phase"]].append(row)
+    for phase in ("cut", "spread"):
+        for key in ("loss", "balance", "tokens", "flops"):
+            assert [row[key] for row in logs[phase]] == pytest.approx([row[key] for row in logs["whole"]], rel=1e-4)
+        assert logs[phase][-1]["validation_loss"] == pytest.approx(logs["whole"][-1]["validation_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_zero_stages_agree(make_job, toy_rows, stage):
+    rows = toy_rows(8)
+    plain, reference = make_job("stage0", rows=rows)
+    run_job(plain, threads=1)
+    sharded, out = make_job(f"stage{stage}", rows=rows, zero_stage=stage, processes=2)
+    run_job(sharded, threads=1)
+    assert_close(weights(out), weights(reference), rtol=1e-3, atol=1e-4)
+
+
+def test_bf16_keeps_fp32_master_weights(make_job, toy_rows):
+    job, out = make_job("bf16", rows=toy_rows(8), precision="bf16", zero_stage=1, learning_rate=1e-5)
+    run_job(job, threads=1)
+    start, end = weights(out.parent / "start"), weights(out)
+    assert any(not torch.equal(start[name].bfloat16(), end[name].bfloat16()) for name in start)
+
+
+@pytest.mark.parametrize(("trainable", "moves"), [("experts", ".experts."), ("router", "mlp.gate.")])
+def test_frozen_parts_stay_bit_for_bit(make_job, toy_rows, trainable, moves):
+    job, out = make_job("frozen", rows=toy_rows(8), trainable=trainable)
+    run_job(job, threads=1)
+    start, end = weights(out.parent / "start"), weights(out)
+    for name in start:
+        assert torch.equal(start[name], end[name]) == (moves not in name), name
+
+
+def test_a_killed_run_resumes_bit_for_bit(make_job, toy_rows):
+    """SIGKILL after a checkpoint, then again: the same weights as an undisturbed run, and the bill of both."""
+    rows = toy_rows(160)
+    settings = {"batch_size": 2, "checkpoint_every": 5}
+    whole, reference = make_job("whole", rows=rows, **settings)
+    run_job(whole, threads=1)
+    killed, out = make_job("killed", rows=rows, **settings)
+    write_json(out / WORK / "job.json", killed.model_dump(mode="json"))
+    process = subprocess.Popen([sys.executable, "-m", "disco.job", str(out / WORK / "job.json")], env=os.environ)
+    checkpoints = out / WORK / "checkpoints"
+    for _ in range(3000):
+        if any("partial" not in path.name for path in checkpoints.glob("step-*")):
+            break
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (out / "model.safetensors").exists()
+    run_job(killed, threads=1)
+    got, expected = weights(out), weights(reference)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    steps = [row["step"] for row in read(Path(killed.run) / "metrics.jsonl") if row["phase"] == "killed"]
+    assert steps[-1] == 80
+    attempts = {row["attempt"] for row in read(Path(killed.run) / "ledger.jsonl") if row["phase"] == "killed"}
+    assert attempts == {1, 2}
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(make_job, tiny_model, capfd):
+    model = tiny_model()
+    model.model.norm.weight.data[3] = float("nan")
+    job, out = make_job("bad", model=model)
+    with pytest.raises(JobError, match="bad"):
+        run_job(job, threads=1)
+    assert "the loss of step 0 is nan: lower finetune.learning_rate" in capfd.readouterr().err
+    assert not (out / "model.safetensors").exists()
+
+
+def test_collapsed_routing_stops_the_run(make_job, tiny_model, toy_rows, capfd):
+    job, out = make_job("collapsed", rows=toy_rows(40))
+    job = job.model_copy(update={"collapse_share": 0.51, "collapse_logs": 3})  # top-2 of 4: 0.5 is balanced
+    with pytest.raises(JobError):
+        run_job(job, threads=1)
+    error = capfd.readouterr().err
+    assert "routing has collapsed: one expert held over 51% of a layer's tokens in 3 logs" in error
+    assert not (out / "model.safetensors").exists()
+
+
+def test_missing_weights_are_refused(make_job, capfd):
+    job, _ = make_job("wrong")
+    path = Path(job.model) / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(JobError):
+        run_job(job, threads=1)
+    assert "missing keys: model.norm.weight" in capfd.readouterr().err
