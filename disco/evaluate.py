@@ -1,0 +1,206 @@
+"""How good each model is: cross-entropy by cluster and source, routing, and lm_eval tasks.
+
+Perplexity is exp of the token-weighted cross-entropy and of nothing else. Shape suffixes: B rows of a batch,
+S positions, D documents, C cluster codes; -1 marks positions without a label.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from disco.artifacts import write_json
+from disco.cluster import assignments
+from disco.config import ConfigError, Experiment, Task
+from disco.corpus import Corpus, Split
+from disco.engine import load_model
+from disco.loss import token_losses
+from disco.packing import Rows, pack
+from disco.routing import RouterCounts, summary
+
+RESULTS = "results.json"
+
+
+def models(run: Path, submodels: int) -> dict[str, Path]:
+    """Name and folder of every model that the run has, in the order in which the report shows them."""
+    named = {"start": "start"}
+    named |= {f"submodel {k}": f"train/{k}" for k in range(submodels)}
+    named |= {"merged": "merge", "router tuned": "finetune_router", "tuned": "finetune"}
+    named |= {"joint": "baselines/joint"}
+    named |= {
+        f"random_split {name}": f"baselines/random_split/{folder}"
+        for name, folder in (("merged", "merge"), ("router tuned", "finetune_router"), ("tuned", "finetune"))
+    }
+    return {name: run / folder for name, folder in named.items() if (run / folder / "config.json").exists()}
+
+
+def final(named: dict[str, Any], prefix: str = "") -> str | None:
+    """Name of the last model of a pipeline (`prefix` "" or "random_split "), or None."""
+    names = (f"{prefix}{name}" for name in ("tuned", "router tuned", "merged"))
+    return next((name for name in names if name in named), None)
+
+
+@torch.no_grad()
+def losses(
+    model: nn.Module,
+    rows: Rows,
+    batch_size: int,
+    documents: int,
+    *,
+    chunk: int = 1024,
+    watch: Callable[[np.ndarray], None] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cross-entropy summed over each document's labels, float64 [D], and how many those are, int64 [D].
+
+    `documents` is D. `watch` is called after each batch with the document of each position [B x S].
+    """
+    model.eval()
+    device = next(model.parameters()).device
+    sums_D, labels_D = np.zeros(documents), np.zeros(documents, dtype=np.int64)
+    for begin in range(0, len(rows), batch_size):
+        indices = np.arange(begin, min(len(rows), begin + batch_size))
+        batch = {name: tensor.to(device) for name, tensor in rows.batch(indices).items()}
+        hidden = model.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)[0]
+        loss_N = token_losses(hidden.flatten(0, 1), model.lm_head.weight, batch["labels"].flatten(), chunk)
+        document_N = rows.documents(indices).ravel()
+        kept_N = document_N >= 0
+        of_document = document_N[kept_N]
+        sums_D += np.bincount(of_document, loss_N.double().cpu().numpy()[kept_N], minlength=documents)
+        labels_D += np.bincount(of_document, minlength=documents)
+        if watch:
+            watch(document_N)
+    return sums_D, labels_D
+
+
+def measure(
+    model: nn.Module, rows: Rows, split: Split, clusters_D: np.ndarray, clusters: int, batch_size: int
+) -> tuple[dict, dict | None]:
+    """A model's entry in the results, and its routing (None with fewer than two experts), in one pass."""
+    with RouterCounts(model, clusters) as routers:
+        padded_D = np.append(clusters_D, -1)  # document -1 is in cluster -1
+        sums_D, labels_D = losses(
+            model, rows, batch_size, len(split), watch=lambda document_N: routers.add(padded_D[document_N])
+        )
+    entry = loss_of(sums_D, labels_D)
+    entry["by_cluster"] = by_group(sums_D, labels_D, clusters_D, [str(k) for k in range(clusters)])
+    entry["by_source"] = by_group(sums_D, labels_D, split.source, split.sources)
+    experts = routers.counts_LKE.shape[2]
+    return entry, summary(routers.counts_LKE) if experts > 1 else None
+
+
+def loss_of(sums: np.ndarray, labels: np.ndarray) -> dict:
+    """Token-weighted cross-entropy in nats, its exp, and the tokens; None where there is no finite value."""
+    tokens = int(labels.sum())
+    mean = float(sums.sum()) / tokens if tokens else math.nan
+    perplexity = math.exp(mean) if mean < 700 else math.inf
+    return {
+        "cross_entropy": mean if math.isfinite(mean) else None,
+        "perplexity": perplexity if math.isfinite(perplexity) else None,
+        "tokens": tokens,
+    }
+
+
+def by_group(sums_D: np.ndarray, labels_D: np.ndarray, group_D: np.ndarray, names: Sequence[str]) -> dict:
+    return {name: loss_of(sums_D[group_D == g], labels_D[group_D == g]) for g, name in enumerate(names)}
+
+
+def evaluate(config: Experiment, run: Path, out: Path, progress: Callable[[str], None] = print) -> None:
+    """Measure every model of the run on the validation split and write results.json into `out`.
+
+    {"models": {name: {cross_entropy, perplexity, tokens, by_cluster, by_source}}, "routing": {name: {counts
+    [layer][cluster][expert], entropy, specialisation, dead}}, "tasks": {name: {task: {metric: value}}},
+    "validation": {documents, rows, rows_used}}. The clusters are those of `run`/cluster for every model.
+    """
+    section = config.evaluate
+    tasks = find_tasks(section.tasks) if section.tasks else None
+    corpus = Corpus.open(run / "prepare")
+    split = corpus.split("validation")
+    clusters_D = assignments(run / "cluster", "validation")
+    clusters = 1 + int(assignments(run / "cluster", "train").max())
+    everything = pack(
+        split, np.arange(len(split)), config.corpus.sequence_length, config.corpus.packing, config.seed
+    )
+    rows = everything.take(np.arange(min(len(everything), section.max_rows or len(everything))))
+    named = models(run, clusters)
+    results: dict[str, Any] = {
+        "models": {},
+        "routing": {},
+        "tasks": {},
+        "validation": {"documents": len(split), "rows": len(everything), "rows_used": len(rows)},
+    }
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    on_tasks = {final(named), final(named, "random_split "), "start", "joint"}
+    for name, folder in named.items():
+        model = load_model(folder, config.model.dtype, config.model.experts).to(device)
+        entry, routing = measure(model, rows, split, clusters_D, clusters, section.batch_size)
+        results["models"][name] = entry
+        if routing is not None:
+            results["routing"][name] = routing
+        progress(f"evaluate: {name:<24} cross-entropy {_shown(entry['cross_entropy'])}")
+        if tasks and name in on_tasks:
+            scores = run_tasks(model, corpus.tokenizer(), section.tasks, tasks, section.batch_size, config.seed)
+            results["tasks"][name] = scores
+            progress(f"evaluate: {name:<24} {scores}")
+        del model
+    write_json(out / RESULTS, results)
+
+
+def _shown(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def find_tasks(tasks: Sequence[Task]) -> dict[str, Any]:
+    """The lm_eval task manager of each task. Raises ConfigError if the package, a folder or a task is missing."""
+    for task in tasks:
+        if task.include_path is not None and not Path(task.include_path).is_dir():
+            raise ConfigError(
+                f"evaluate.tasks: {task.name}: include_path is '{task.include_path}', which is no folder"
+            )
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise ConfigError("evaluate.tasks needs the package lm_eval: pip install 'moe-disco[eval]'") from None
+    managers: dict[str | None, Any] = {}
+    for task in tasks:
+        if task.include_path not in managers:
+            managers[task.include_path] = TaskManager(include_path=task.include_path)
+        if task.name not in managers[task.include_path].all_tasks:
+            where = f" or below {task.include_path}" if task.include_path else ""
+            raise ConfigError(f"evaluate.tasks: no task is called '{task.name}' in lm_eval{where}")
+    return {task.name: managers[task.include_path] for task in tasks}
+
+
+def run_tasks(
+    model: nn.Module, tokenizer, tasks: Sequence[Task], managers: dict[str, Any], batch_size: int, seed: int
+) -> dict[str, dict[str, float]]:
+    """lm_eval's metrics of each task, as {task: {metric: value}}. Local tasks with local data need no network."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    scores = {}
+    for task in tasks:
+        result = lm_eval.simple_evaluate(
+            model=wrapped,
+            tasks=[task.name],
+            task_manager=managers[task.name],
+            num_fewshot=task.num_fewshot,
+            limit=task.limit,
+            bootstrap_iters=0,
+            log_samples=False,
+            random_seed=seed,
+            numpy_random_seed=seed,
+            torch_random_seed=seed,
+            fewshot_random_seed=seed,
+        )
+        values = result["results"][task.name]
+        scores[task.name] = {
+            key.removesuffix(",none"): value
+            for key, value in values.items()
+            if isinstance(value, (int, float)) and "stderr" not in key and key != "sample_len"
+        }
+    return scores
