@@ -150,7 +150,7 @@ def _gather(config: Experiment, spool: Path, progress: Callable[[str], None]) ->
                 if len(text) < max(config.corpus.min_chars, 1):
                     count["too_short"] += 1
                     continue
-                data = _utf8(text, source)
+                data = text.encode()
                 digest = hashlib.sha256(data).digest()
                 if digest[:16] in seen:
                     count["duplicates"] += 1
@@ -173,16 +173,6 @@ def _gather(config: Experiment, spool: Path, progress: Callable[[str], None]) ->
     return counts, np.concatenate(held_out)
 
 
-def _utf8(text: str, source: Source) -> bytes:
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"source '{source.name}': a document holds the lone surrogate {text[error.start]!r} "
-            f"({text[max(0, error.start - 20) : error.start]!r} comes before): it is no Unicode text, mend it"
-        ) from None
-
-
 def _check_count(source: Source, count: dict, min_chars: int) -> None:
     """Both splits need a document of every source."""
     following = count.pop("next", None)
@@ -191,7 +181,7 @@ def _check_count(source: Source, count: dict, min_chars: int) -> None:
     dropped = f"{count['duplicates']} duplicates and {count['too_short']} shorter than {min_chars} characters"
     if following is not None:
         remedy = (
-            f"the next document has {following} bytes and max_bytes is {source.max_bytes}: raise max_bytes or "
+            f"the next document has {following} bytes and max_bytes is {source.max_bytes}: raise it or "
             "set passage_chars"
         )
     elif source.max_documents == 1:
