@@ -46,6 +46,8 @@ class Rows:
 
     @cached_property
     def _tokens(self) -> np.ndarray:
+        if not len(self.start):  # an empty file cannot be mapped
+            return np.empty(0, dtype=self.dtype)
         return np.memmap(self.tokens_path, dtype=self.dtype, mode="r")
 
     def labels(self) -> np.ndarray:
@@ -220,6 +222,8 @@ def pack(split: Split, documents: np.ndarray, sequence_length: int, packing: str
             f"document {documents.max() if documents.min() >= 0 else documents.min()}: the {split.name} split "
             f"has documents 0 to {len(split) - 1}"
         )
+    if sequence_length < 1:
+        raise ValueError(f"sequence_length is {sequence_length}: a row needs at least one position")
     start_P, length_P, document_P = pieces(split, documents, sequence_length)
     generator = np.random.default_rng(seed)
     if packing == "pack":

@@ -177,14 +177,15 @@ def _parts(source: Source) -> list[Path | None]:
 
 def _open(source: Source, path: Path | None):
     """One file (or the hub data set) as a streaming `datasets.IterableDataset`."""
-    from datasets import load_dataset  # half a second, which sources of plain files need not wait for
+    import datasets  # half a second, which sources of plain files need not wait for
 
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each local file is reported to the hub, or times out
     if path is None:
-        return load_dataset(source.hub, name=source.subset, split=source.split, streaming=True)
+        return datasets.load_dataset(source.hub, name=source.subset, split=source.split, streaming=True)
     kind = next(kind for kind in ROW_KINDS if getattr(source, kind))
     # An empty string in a CSV is text, and so is "NA"; a Parquet row group may be larger than memory.
     options = {"csv": {"keep_default_na": False}, "parquet": {"batch_size": 256}}.get(kind, {})
-    return load_dataset(ROW_KINDS[kind], data_files=[str(path)], split="train", streaming=True, **options)
+    return datasets.load_dataset(ROW_KINDS[kind], data_files=[str(path)], split="train", streaming=True, **options)
 
 
 def _first_row(source: Source, path: Path | None) -> bool:

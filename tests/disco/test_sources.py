@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import socket
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -202,6 +203,18 @@ def test_rows_of_every_kind(tmp_path, kind, name):
     check_sources(corpus(given))
     assert texts(given) == DOCUMENTS
     assert [number for number, _ in documents(given)] == list(range(len(DOCUMENTS)))
+
+
+def test_local_files_need_no_network(tmp_path, monkeypatch):
+    def connect(*_):
+        raise AssertionError("a connection was opened")
+
+    write_rows(tmp_path)
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(socket, "getaddrinfo", connect)
+    given = source(jsonl=["x.jsonl"], root=str(tmp_path))
+    check_sources(corpus(given))
+    assert texts(given) == DOCUMENTS
 
 
 def test_text_is_a_document_a_line(tmp_path):
