@@ -1,0 +1,87 @@
+"""What a run cost, from its ledger, stage by stage and pipeline by pipeline."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from disco.curves import FINETUNE, JOINT, RANDOM, ROUTER, SEED
+from launch.ledger import Totals, phase_of, totals, wasted_shares
+
+STAGES = ("seed", "submodels", "router", "fine-tuning", "joint training")
+PIPELINES = ("DisCo", "joint", "random split")
+
+
+def place(row: dict[str, Any]) -> tuple[str, str]:
+    """(pipeline, stage) of a ledger row. The seed phase is DisCo's, and shared with the random split."""
+    phase = phase_of(row)
+    if phase == JOINT:
+        return "joint", "joint training"
+    pipeline = "random split" if phase.startswith(RANDOM) else "DisCo"
+    phase = phase.removeprefix(RANDOM)
+    if phase.startswith("train/"):
+        return pipeline, "submodels"
+    return pipeline, {SEED: "seed", ROUTER: "router", FINETUNE: "fine-tuning"}.get(phase, phase)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A sum of money and device time that bought something that was kept, and what was wasted beside it."""
+
+    dollars: float = 0.0
+    seconds: float = 0.0  # device-seconds
+    startup: float = 0.0  # device-seconds, part of `seconds`
+    wasted_dollars: float = 0.0
+    wasted_seconds: float = 0.0
+
+    def plus(self, other: "Cost") -> "Cost":
+        return Cost(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+class Bill:
+    """The ledger, summed. `stages` (costs) and `sums` (tokens, FLOPs, memory) are keyed by (pipeline, stage)."""
+
+    def __init__(self, rows: list[dict[str, Any]]):
+        self.rows = rows
+        self.sums: dict[tuple[str, str], Totals] = totals(rows, place)
+        self.stages = dict.fromkeys(self.sums, Cost())
+        for row, wasted in zip(rows, wasted_shares(rows), strict=True):
+            held = row["seconds"] * row["devices"]
+            kept = (1 - wasted) * held
+            self.stages[place(row)] = self.stages[place(row)].plus(
+                Cost(
+                    dollars=(1 - wasted) * row["dollars"],
+                    seconds=kept,
+                    startup=kept if row["status"] == "startup" else 0.0,
+                    wasted_dollars=wasted * row["dollars"],
+                    wasted_seconds=wasted * held,
+                )
+            )
+
+    def parts(self, pipeline: str) -> dict[str, Cost]:
+        """Stage to cost of a pipeline, in order; the random split's includes the shared seed phase."""
+        found = {stage: cost for (of, stage), cost in self.stages.items() if of == pipeline}
+        if pipeline == "random split" and found and ("DisCo", "seed") in self.stages:
+            found["seed"] = self.stages["DisCo", "seed"]
+        order = {stage: index for index, stage in enumerate(STAGES)}
+        return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
+
+    def pipeline(self, pipeline: str) -> Cost | None:
+        """Cost of a whole pipeline; None if nothing of it ran."""
+        parts = self.parts(pipeline)
+        whole = Cost()
+        for cost in parts.values():
+            whole = whole.plus(cost)
+        return whole if parts else None
+
+    @property
+    def simulated(self) -> bool:
+        return any("simulated" in spent.kinds for spent in self.sums.values())
+
+    def prices(self) -> dict[str, str]:
+        """Each price that was used, by the device's name: `$0.35/h (source, date)`."""
+        return {
+            row["priced_as"]: f"${row['price_per_hour']:g}/h ({row['price_source']}, {row['price_as_of']})"
+            for row in self.rows
+        }
+
+    def priced_as(self, key: tuple[str, str]) -> str:
+        return ", ".join(dict.fromkeys(row["priced_as"] for row in self.rows if place(row) == key))
