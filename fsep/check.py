@@ -1,4 +1,4 @@
-"""Validation of loads, in one place."""
+"""Validation of loads and slots, in one place."""
 
 from __future__ import annotations
 
@@ -44,6 +44,22 @@ def check_load(load: np.ndarray, topology: Topology, *, experts: int | None = No
             rounded = np.rint(load * scale)
         load = rounded
     return np.ascontiguousarray(load, dtype=np.int64)
+
+
+def check_slots(slots: int, devices: int, experts: int) -> int:
+    """The slots a device, as an int.
+
+    Raises:
+        ValueError: not a whole number of at least 1, or too few for every expert to have a copy.
+    """
+    if isinstance(slots, bool) or not isinstance(slots, (int, np.integer)) or slots < 1:
+        raise ValueError(f"slots is {slots!r}: give a whole number of at least 1")
+    if devices * slots < experts:
+        raise ValueError(
+            f"slots is {slots}: {devices} devices then hold {devices * slots} experts of {experts}; "
+            f"give at least {-(-experts // devices)}"
+        )
+    return int(slots)
 
 
 def _refuse(load: np.ndarray, bad: np.ndarray, wanted: str) -> None:

@@ -61,13 +61,13 @@ class Layout:
         object.__setattr__(self, "replicas", replicas)
 
     @classmethod
-    def from_table(cls, table: np.ndarray, experts: int) -> Layout:
+    def from_table(cls, table: np.ndarray, experts: int, slots: int | None = None) -> Layout:
         """The layout of a placement table [N, C] of expert numbers, -1 for an empty slot."""
         table = np.asarray(table)
         replicas = np.zeros((experts, table.shape[0]), np.uint8)
         device, slot = np.nonzero(table >= 0)
         replicas[table[device, slot], device] = 1
-        return cls(replicas, table.shape[1])
+        return cls(replicas, table.shape[1] if slots is None else slots)
 
     @property
     def experts(self) -> int:

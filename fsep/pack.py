@@ -15,7 +15,7 @@ from fsep.jit import jit
 
 
 @jit
-def pack(size_M, cap_B, slots_B):
+def pack(size_M, cap_B, slots_B, spaced):
     """Assign items, or pieces of them, to bins in proportion to ``cap_B``.
 
     Args:
@@ -43,12 +43,14 @@ def pack(size_M, cap_B, slots_B):
         want = left * cap_B[b] // cap_left
         cap_left -= cap_B[b]
         need = max(0, m - slots_left)
-        first, count, extra, piece = 0, m, -1, 0
+        first, count, step, extra, piece = 0, m, 1, -1, 0
         if bins > 1:
             if spare >= bins - 1 or (spare > 0 and size[m - 1] > want):
                 if spare >= bins - 1:
                     need = max(0, need + bins - 2)
-                first, count, piece = _with_cut(size, m, want, need, slots_B[b] - 1, (m - 1) // bins)
+                first, count, step, piece = _with_cut(
+                    size, m, want, need, slots_B[b] - 1, (m - 1) // bins, spaced
+                )
             else:
                 exact = False
                 first, count, extra = _whole(size, m, want, min(slots_B[b], m))
@@ -59,7 +61,7 @@ def pack(size_M, cap_B, slots_B):
             held_BM[b, item[k]] = True
         keep = 0
         for k in range(m):
-            if first <= k < first + count:
+            if 0 <= k - first < count * step and (k - first) % step == 0:
                 amount_BM[b, item[k]] = size[k]
                 held_BM[b, item[k]] = True
             elif k != extra and not (k == m - 1 and piece == largest and piece > 0):
@@ -80,26 +82,33 @@ def pack(size_M, cap_B, slots_B):
 
 
 @jit
-def _with_cut(size, m, want, need, most, usual):
-    """Whole items ``first .. first + count`` and the size of a piece of the last item that make up ``want``."""
+def _with_cut(size, m, want, need, most, usual, spaced):
+    """Whole items and a piece of the last one that make up ``want``: (first, count, step, piece).
+
+    The whole items are neighbours in size (step 1) or, with ``spaced``, spread over the sizes where that works.
+    """
     most = min(most, m - 1)
     need = min(need, most)
     count = min(max(usual, need), most)
-    down = False
+    while count > need and size[:count].sum() > want:
+        count -= 1
     while True:
-        total = size[:count].sum()
-        if total > want and count > need:
-            count -= 1
-            down = True
-            continue
-        first = 0
-        while total + size[m - 1] < want and first + count < m - 1 and count > 0:
-            total += size[first + count] - size[first]
-            first += 1
-        if total + size[m - 1] < want and count < most and not down:
-            count += 1
-            continue
-        return first, count, max(0, min(want - total, size[m - 1]))
+        for step in (max(1, (m - 1) // max(count, 1)) if spaced else 1, 1):
+            for first in range(max(1, m - 1 - (count - 1) * step)):
+                total = np.int64(0)
+                for k in range(count):
+                    total += size[first + k * step]
+                if total > want:
+                    break
+                if total + size[m - 1] >= want:
+                    return first, count, step, want - total
+        if count == most:
+            break
+        count += 1
+    # Everything is too small, or (more items than room) too large.
+    first = 0 if size[:count].sum() + size[m - 1] >= want else m - 1 - count
+    total = size[first : first + count].sum()
+    return first, count, 1, max(0, min(want - total, size[m - 1]))
 
 
 @jit
