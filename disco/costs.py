@@ -24,11 +24,13 @@ def place(row: dict[str, Any]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Cost:
-    """A sum of money and device time that bought something that was kept, and what was wasted beside it."""
+    """Money, device time and work that bought something that was kept, and what was wasted beside it."""
 
     dollars: float = 0.0
     seconds: float = 0.0  # device-seconds
     startup: float = 0.0  # device-seconds, part of `seconds`
+    tokens: float = 0.0
+    flops: float = 0.0
     wasted_dollars: float = 0.0
     wasted_seconds: float = 0.0
 
@@ -37,7 +39,7 @@ class Cost:
 
 
 class Bill:
-    """The ledger, summed. `stages` (costs) and `sums` (tokens, FLOPs, memory) are keyed by (pipeline, stage)."""
+    """The ledger, summed. `stages` and `sums` (makespan, memory) are keyed by (pipeline, stage)."""
 
     def __init__(self, rows: list[dict[str, Any]]):
         self.rows = rows
@@ -51,6 +53,8 @@ class Bill:
                     dollars=(1 - wasted) * row["dollars"],
                     seconds=kept,
                     startup=kept if row["status"] == "startup" else 0.0,
+                    tokens=(1 - wasted) * (row.get("tokens") or 0),
+                    flops=(1 - wasted) * (row.get("flops") or 0),
                     wasted_dollars=wasted * row["dollars"],
                     wasted_seconds=wasted * held,
                 )

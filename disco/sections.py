@@ -155,8 +155,8 @@ def cost(run: Run) -> list[Block]:
                     duration(sums.makespan_seconds),
                     money(spent.dollars),
                     money(spent.seconds * run.price / 3600),
-                    count(sums.tokens),
-                    count(sums.flops),
+                    count(spent.tokens),
+                    count(spent.flops),
                     f"{sums.peak_memory_bytes / 1e9:.2f} GB",
                 ]
             )
@@ -184,8 +184,8 @@ def cost(run: Run) -> list[Block]:
         Table(columns, rows),
         Text(
             "Device time is summed over devices and submodels, start-up included; longest is the longest of those "
-            "that can run side by side, what one waits for. Repeated work is in longest, tokens and FLOPs (matrix "
-            f"products, by formula), not in device time and dollars. Priced alike: every device at {alike}. "
+            "that can run side by side, what one waits for. FLOPs are matrix products, by formula. Priced alike: "
+            f"every device at {alike}. "
             f"Prices: {'; '.join(f'{name} {price}' for name, price in bill.prices().items())}."
         ),
         *_waste(run),

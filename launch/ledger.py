@@ -97,7 +97,7 @@ class Totals:
     tokens: int = 0
     flops: int = 0
     peak_memory_bytes: int = 0
-    makespan_seconds: float = 0.0  # the longest of the phases that can run side by side
+    makespan_seconds: float = 0.0  # the longest of the phases that can run side by side, waste left out
     kinds: set[str] = field(default_factory=set)  # measured, simulated
 
     @property
@@ -120,7 +120,8 @@ def totals(
 ) -> dict[Any, Totals]:
     """Sums by a field of the rows (or by what a function makes of a row), in order of first appearance.
 
-    The makespan of a key is the longest wall time of one of its phases: submodels may run side by side.
+    The makespan of a key is the longest wall time of one of its phases, without what was wasted: submodels may
+    run side by side.
     """
     key_of = by if callable(by) else lambda row: row.get(by)
     rows = list(rows)
@@ -137,7 +138,7 @@ def totals(
         into.flops += row.get("flops") or 0
         into.peak_memory_bytes = max(into.peak_memory_bytes, row.get("peak_memory_bytes") or 0)
         into.kinds.add(row["kind"])
-        wall[key_of(row)][phase_of(row)] += row["seconds"]
+        wall[key_of(row)][phase_of(row)] += (1 - share) * row["seconds"]
         into.makespan_seconds = max(wall[key_of(row)].values())
     return dict(result)
 
@@ -145,10 +146,10 @@ def totals(
 def wasted_shares(rows: list[dict[str, Any]]) -> list[float]:
     """For each row the share, 0 to 1, of its time that bought nothing that was kept.
 
-    Wasted are: attempts of a phase that was finished and then done again; the steps of a killed attempt beyond
-    the step at which the next attempt went on (a row stands for the steps since the row before it); the
-    start-up of an attempt that went on from a checkpoint, which an undisturbed run would not have had; and rows
-    with status `killed`.
+    Wasted are: the steps of an attempt beyond the step at which a later one went on, all of them where a later
+    one began anew (a row stands for the steps since the row before it; an attempt begins at the step of its
+    `startup` row, without one at 0); the start-up of an attempt that went on from a checkpoint, which an
+    undisturbed run would not have had; and rows with status `killed`.
     """
     phases: dict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
@@ -161,9 +162,7 @@ def wasted_shares(rows: list[dict[str, Any]]) -> list[float]:
         kept = float("inf")  # the earliest step from which a later attempt went on
         for attempt in sorted(attempts, reverse=True):
             own = [rows[index] for index in attempts[attempt]]
-            if kept != float("inf") and (own[-1]["status"] == "done" or "step" not in own[0]):
-                kept = -1
-            before = own[0].get("step", 0)
+            start = before = own[0].get("step", 0) if own[0]["status"] == "startup" else 0
             for index, row in zip(attempts[attempt], own, strict=True):
                 step = row.get("step", before)
                 if row["status"] == "killed":
@@ -172,8 +171,8 @@ def wasted_shares(rows: list[dict[str, Any]]) -> list[float]:
                     shares[index] = float(step > 0 or kept <= step)
                 elif step > before:
                     shares[index] = min(1.0, max(0.0, (step - kept) / (step - before)))
-                else:
-                    shares[index] = float(kept < step)
+                else:  # no step was made: kept only if nothing went back to before this, or to the very start
+                    shares[index] = float(kept < max(step, 1))
                 before = step
-            kept = min(kept, own[0].get("step", 0))
+            kept = min(kept, start)
     return shares

@@ -19,6 +19,8 @@ def row(phase, seconds, *, attempt=1, status="done", step=10, price=0.36, device
         "price_source": "paper",
         "price_as_of": "2026-01",
         "kind": kind,
+        "tokens": 100 * (status != "startup"),
+        "flops": 1000,
     }
 
 
@@ -62,7 +64,7 @@ def test_waste_and_start_up_stand_apart():
     ]
     cost = Bill(rows).pipeline("DisCo")
     assert cost.seconds == 5 + 10 + 30 and cost.startup == 5
-    assert cost.wasted_seconds == 10 + 7
+    assert cost.wasted_seconds == 10 + 7 and (cost.tokens, cost.flops) == (150, 2500)
     assert cost.dollars + cost.wasted_dollars == pytest.approx(62 * 0.36 / 3600)
 
 

@@ -157,6 +157,7 @@ def test_waste_of_a_killed_attempt_is_what_came_after_its_last_checkpoint():
     ]
     assert wasted_shares(rows) == [0, 0, 0.5, 1, 1, 0, 0]
     assert totals(rows)["train"].wasted_device_seconds == 5 + 4 + 5
+    assert totals(rows)["train"].makespan_seconds == 50 - 14
 
 
 def test_two_kills_and_a_restart_from_nothing():
@@ -191,3 +192,36 @@ def test_submodels_do_not_mix_and_killed_rows_are_waste():
         row(phase="random_split/train/0", attempt=2, submodel=0, status="done", step=9),
     ]
     assert wasted_shares(rows) == [0, 0, 1, 0]
+
+
+def test_killed_between_its_last_row_and_the_end_of_the_stage():
+    rows = [
+        row(attempt=1, status="startup", step=0),
+        row(attempt=1, status="held", step=80),
+        row(attempt=1, status="done", step=100),
+        row(attempt=2, status="startup", step=80),
+        row(attempt=2, status="done", step=100),
+    ]
+    assert wasted_shares(rows) == [0, 0, 1, 1, 0]
+
+
+def test_attempts_without_a_start_up_row_began_at_nothing():
+    rows = [row(attempt=1, step=10), row(attempt=1, step=20), row(attempt=2, step=15), row(attempt=2, step=20)]
+    assert wasted_shares(rows) == [1, 1, 0, 0]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(st.integers(0, 30), st.lists(st.integers(0, 30), max_size=4)), min_size=1, max_size=5))
+def test_kept_steps_are_each_paid_once(attempts):
+    """However often it is killed, what is not wasted is one undisturbed run up to the last step reached."""
+    rows, reached = [], 0
+    for attempt, (start, pieces) in enumerate(attempts, start=1):
+        start = min(start, reached) if attempt > 1 else 0
+        step = start
+        rows.append(row(attempt=attempt, status="startup", step=start, seconds=0))
+        for piece in pieces:
+            rows.append(row(attempt=attempt, step=step + piece, seconds=piece))
+            step += piece
+        reached = step
+    kept = sum((1 - share) * value["seconds"] for share, value in zip(wasted_shares(rows), rows, strict=True))
+    assert kept == pytest.approx(reached)
