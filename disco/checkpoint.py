@@ -108,7 +108,10 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model folder: its config, and where each canonical tensor lies. Made by `open`."""
+    """A model folder: its config, and where each canonical tensor lies. Made by `open`.
+
+    Tensors that repeat another one they are tied to are left out.
+    """
 
     folder: Path
     config: PretrainedConfig
@@ -132,9 +135,9 @@ class Checkpoint:
                 if piece.key in tensors:
                     raise ArtifactError(f"{folder}: holds {piece.key} twice, in {stored.path.name} as {key}")
                 tensors[piece.key] = stored.part(piece.start, piece.shape)
-        checkpoint = cls(folder, config, tensors)
         check_keys(config, {key: stored.shape for key, stored in tensors.items()}, str(folder))
-        return checkpoint
+        _, tied = expected_shapes(config)
+        return cls(folder, config, {key: stored for key, stored in tensors.items() if key not in tied})
 
     @property
     def family(self) -> Family:
@@ -188,14 +191,11 @@ def check_keys(config: PretrainedConfig, shapes: dict[str, tuple[int, ...]], whe
 
 
 def _stored_tensors(folder: Path) -> dict[str, Stored]:
-    index = folder / INDEX
-    if not index.is_file():
+    if not (folder / INDEX).is_file():
         if not (folder / WEIGHTS).is_file():
             raise ArtifactError(f"{folder}: has neither {WEIGHTS} nor {INDEX}: save it with safetensors")
         return read_header(folder / WEIGHTS)
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ArtifactError(f"{index}: damaged: it has no weight_map")
+    weight_map = _weight_map(folder)
     tensors = {}
     for shard in sorted(set(weight_map.values())):
         path = folder / shard
@@ -210,6 +210,14 @@ def _stored_tensors(folder: Path) -> dict[str, Stored]:
         if key not in tensors:
             raise ArtifactError(f"{folder / shard}: lacks {key}, which {INDEX} places there")
     return tensors
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    index = read_json(folder / INDEX)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ArtifactError(f"{folder / INDEX}: damaged: it has no weight_map")
+    return weight_map
 
 
 def read_header(path: Path) -> dict[str, Stored]:
@@ -327,7 +335,7 @@ def copy_side_files(source: Path, out: Path) -> None:
 
 def weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
-        return [folder / name for name in sorted(set(read_json(folder / INDEX)["weight_map"].values()))]
+        return [folder / name for name in sorted(set(_weight_map(folder).values()))]
     return [folder / WEIGHTS]
 
 

@@ -7,6 +7,7 @@ tensor is in memory at a time, whatever the number of experts and layers.
 import hashlib
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +63,7 @@ def merge(
     seed: int = 0,
     max_shard_bytes: int = 2_000_000_000,
 ) -> None:
-    """Write the MoE whose expert j is that of `submodels[j]` to the existing folder `out`.
+    """Write the MoE whose expert j is that of `submodels[j]` to the folder `out`.
 
     start: what the submodels were trained from, the full model or one with a single expert.
     full_config: config of the merged model; the start's own where that is the full model.
@@ -74,9 +75,10 @@ def merge(
 
     Permuting `submodels` permutes experts and router rows and changes nothing else. Raises ConfigError or
     ArtifactError, before anything is written, where submodels do not belong together; ArtifactError naming
-    tensor and folder where a shared weight is not finite.
+    tensor and folder where a weight is not finite.
     """
     start, out = Path(start), Path(out)
+    out.mkdir(parents=True, exist_ok=True)
     submodels = [Path(folder) for folder in submodels]
     base = Checkpoint.open(start)
     config = base.config if full_config is None else full_config
@@ -95,7 +97,7 @@ def merge(
     for key, stored in parts[0].checkpoint.tensors.items():
         role = base.family.role(key)
         if role.kind == "shared":
-            outputs.append(_averaged(key, base.tensors[key], parts))
+            outputs.append(_averaged(key, base, parts))
         elif role.kind == "router":
             rows = [part.note.expert for part in parts]
             chunks = (
@@ -106,7 +108,8 @@ def merge(
             outputs.append(Output(key, stored.dtype, (len(parts), *stored.shape[1:]), chunks))
         else:
             for e, part in enumerate(parts):
-                outputs.append(Output.copy(role.template.format(e=e), part.checkpoint.tensors[key]))
+                chunks = partial(_finite, key, part.checkpoint)
+                outputs.append(Output(role.template.format(e=e), stored.dtype, stored.shape, chunks))
     check_keys(config, {output.key: output.shape for output in outputs}, "merged model")
     need_disk(out, sum(output.bytes for output in outputs), "the merged model")
     write_weights(out, outputs, max_shard_bytes)
@@ -220,26 +223,31 @@ def _random_rows(key: str, like: Stored, rows: list[int], std: float, seed: int)
     return chunks
 
 
-def _averaged(key: str, base: Stored, parts: list[Submodel]) -> Output:
+def _finite(key: str, part: Checkpoint) -> Iterator[bytearray]:
+    """Chunks of a tensor of `part`. Raises ArtifactError at one that is not finite."""
+    stored = part.tensors[key]
+    for chunk in stored.chunks():
+        if stored.dtype in FLOATS and not as_tensor(chunk, stored.dtype).isfinite().all():
+            raise ArtifactError(f"{part.folder}: {key} is not finite: train that submodel again")
+        yield chunk
+
+
+def _averaged(key: str, base: Checkpoint, parts: list[Submodel]) -> Output:
     # Summed in the order of the experts, so that the order of the arguments does not show in the last bit.
     ordered = sorted(parts, key=lambda part: part.note.expert)
-    stored = [part.checkpoint.tensors[key] for part in ordered]
+    dtype = base.tensors[key].dtype
 
     def chunks() -> Iterator:
-        streams = zip(base.chunks(), *(one.chunks() for one in stored), strict=True)
-        for anchor, *thetas in streams:
+        sources = (base, *(part.checkpoint for part in ordered))
+        for anchor, *thetas in zip(*(_finite(key, source) for source in sources), strict=True):
             if all(theta == thetas[0] for theta in thetas):
-                mean = thetas[0]
-            elif base.dtype not in FLOATS:
-                raise ArtifactError(f"{key} is {base.dtype} and differs between submodels: it has no average")
+                yield thetas[0]
+            elif dtype in FLOATS:
+                yield _average(anchor, thetas, [part.weight for part in ordered], dtype)
             else:
-                mean = _average(anchor, thetas, [part.weight for part in ordered], base.dtype)
-            if base.dtype in FLOATS and not as_tensor(bytearray(mean), base.dtype).isfinite().all():
-                bad = _not_finite(key, ordered) or base.path.parent
-                raise ArtifactError(f"{bad}: {key} is not finite")
-            yield mean
+                raise ArtifactError(f"{key} is {dtype} and differs between submodels: it has no average")
 
-    return Output(key, base.dtype, base.shape, chunks)
+    return Output(key, dtype, base.tensors[key].shape, chunks)
 
 
 def _average(anchor: bytearray, thetas: list[bytearray], weights: list[float], dtype: str) -> memoryview:
@@ -252,11 +260,3 @@ def _average(anchor: bytearray, thetas: list[bytearray], weights: list[float], d
         same &= values == first
     # Where all agree the sum could still be off by its own rounding.
     return as_bytes(torch.where(same, first, mean.to(first.dtype)))
-
-
-def _not_finite(key: str, parts: list[Submodel]) -> Path | None:
-    for part in parts:
-        stored = part.checkpoint.tensors[key]
-        if any(not as_tensor(chunk, stored.dtype).isfinite().all() for chunk in stored.chunks()):
-            return part.checkpoint.folder
-    return None

@@ -10,8 +10,8 @@ layer for them.
 `probe`: multinomial logistic regression on the router's input, without intercept, since these routers have no bias.
 Its logits are used as fitted: the softmax is then the calibrated posterior of the cluster given the token, and the
 renormalised top-k weights are that posterior among the chosen experts, the mixture that c-BTM (arXiv 2303.14177)
-forms of whole models. `centroid`: directions from the mean of all inputs to each cluster's mean (as in cluster-aware
-upcycling), all of one length, the one that maximises the likelihood of the cluster labels.
+forms of whole models. `centroid`: directions from the mean of all inputs to each cluster's mean, all of one length,
+the one that maximises the likelihood of the cluster labels.
 """
 
 import warnings

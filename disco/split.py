@@ -52,12 +52,13 @@ def read_submodel_note(folder: Path) -> SubmodelNote:
 def split(
     full: Path, expert: int, out: Path, *, clustering: str = "", max_shard_bytes: int = 2_000_000_000
 ) -> None:
-    """Write submodel `expert` of the model in `full` to the existing folder `out`, bit for bit and streamed.
+    """Write submodel `expert` of the model in `full` to the folder `out`, bit for bit and streamed.
 
     It keeps the expert's matrices, its row of each router, and the whole shared part. Raises ConfigError for
     an expert that does not exist, ArtifactError for a damaged checkpoint.
     """
     full, out = Path(full), Path(out)
+    out.mkdir(parents=True, exist_ok=True)
     source = Checkpoint.open(full)
     experts = num_experts(source.config)
     if not 0 <= expert < experts:

@@ -87,13 +87,14 @@ def _check_sizes(config: PretrainedConfig) -> None:
 
 
 def initial_model(config: Experiment, corpus: "Corpus | None", out: Path, single_expert: bool) -> None:
-    """Write the model of section `model` to the existing folder `out`, with tokenizer and generation config.
+    """Write the model of section `model` to the folder `out`, with tokenizer and generation config.
 
     From scratch, weights depend on `config.seed` alone; with `single_expert` it is the full model's submodel 0,
     so that both versions begin with the same shared part. A source is verified key by key and copied in
     `model.dtype`. Raises ConfigError or ArtifactError.
     """
     out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
     if config.model.source is not None:
         _copy_source(config, corpus, out, single_expert)
         return

@@ -17,14 +17,14 @@ from tests.disco.tiny_models import DTYPES, FAMILIES, load, same_bits, same_tens
 def split_all(full, root, experts, **keys):
     folders = []
     for expert in range(experts):
-        (out := root / f"sub{expert}").mkdir(parents=True)
+        out = root / f"sub{expert}"
         split(full, expert, out, **keys)
         folders.append(out)
     return folders
 
 
 def merged(tmp_path, start, submodels, name="merged", **keys):
-    (out := tmp_path / name).mkdir()
+    out = tmp_path / name
     merge(start, submodels, out, **keys)
     return out
 
@@ -187,7 +187,7 @@ class TestRefused:
         return split_all(full, tmp_path, 3, clustering="one")
 
     def refuse(self, tmp_path, full, folders, match, error=ArtifactError, **keys):
-        (out := tmp_path / "out").mkdir()
+        out = tmp_path / "out"
         with pytest.raises(error, match=match):
             merge(full, folders, out, **keys)
         assert not list(out.glob("*.safetensors"))
@@ -241,11 +241,22 @@ class TestRefused:
         (folders[0] / "submodel.json").unlink()
         self.refuse(tmp_path, full, folders, "sub0: has no submodel.json")
 
+    @pytest.mark.parametrize("key", ["model.norm.weight", "model.layers.1.mlp.experts.0.up_proj.weight"])
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    def test_not_finite(self, tmp_path, full, folders, value):
-        stored = Checkpoint.open(folders[1]).tensors["model.norm.weight"]
-        stored.write(torch.full_like(stored.read(), value))
-        self.refuse(tmp_path, full, folders, "sub1: model.norm.weight is not finite")
+    def test_not_finite(self, tmp_path, full, folders, value, key):
+        stored = Checkpoint.open(folders[1]).tensors[key]
+        values = stored.read()
+        values[-1] = value
+        stored.write(values)
+        self.refuse(tmp_path, full, folders, f"sub1: {key} is not finite")
+
+    def test_base_not_finite(self, tmp_path):
+        model = tiny_model("qwen2_moe", 3)
+        with torch.no_grad():
+            model.model.norm.weight[3] = float("nan")
+        full = save(model, tmp_path / "full")
+        folders = split_all(full, tmp_path, 3)
+        self.refuse(tmp_path, full, folders, "full: model.norm.weight is not finite")
 
     @pytest.mark.parametrize("weights", [[1, 2], [0, 0, 0], [1, -1, 2], [1, float("nan"), 1]])
     def test_weights(self, tmp_path, full, folders, weights):
