@@ -71,7 +71,17 @@ def losses(
             apart = label.endswith("submodels")
             name = f"{label} (mean, each on its own part)" if apart else label
             dashes = (0, (4, 1.5)) if apart else "-"
-            ax.plot(getattr(curve, axis), curve.smooth(), color=colour, lw=2, label=name, ls=dashes)
+            marker = "_" if len(curve.loss) == 1 else None  # a line needs two points
+            ax.plot(
+                getattr(curve, axis),
+                curve.smooth(),
+                color=colour,
+                lw=2,
+                label=name,
+                ls=dashes,
+                marker=marker,
+                ms=12,
+            )
             seen = curve.validated()
             ax.plot(getattr(seen, axis), seen.validation, "o", color=colour, ms=5, mec="white", mew=0.6)
         low, high = bounds(curve for _, curve, _ in lines)

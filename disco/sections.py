@@ -12,10 +12,13 @@ from disco.cluster import assignments
 from disco.corpus import Corpus
 from disco.costs import PIPELINES, Cost
 from disco.curves import FINETUNE, ROUTER
+from disco.evaluate import loss_of
 from disco.findings import Run, count, duration, loss, money, number
 from disco.page import Block, Heading, Picture, Strong, Table, Text
 
 MOST_PANELS = 12  # layers drawn of a deep model
+MOST_SUBMODELS = 12  # rows in the tables of losses
+OWN = "submodels, each on its own cluster"
 LOOKS = {"start": "seed", "router tuned": "router", "tuned": "fine-tuning", "merged": "submodels"}
 
 
@@ -23,19 +26,19 @@ def quality(run: Run) -> list[Block]:
     """Cross-entropy and perplexity of every model: overall, by cluster, by source."""
     if not run.models:
         return [Text("No model was evaluated.")]
-    other = run.loss("joint")
+    other, shown = run.loss("joint"), _shown_models(run)
     rows = []
-    for name, entry in run.models.items():
+    for name, entry in shown.items():
         gap = None if other is None or entry["cross_entropy"] is None else entry["cross_entropy"] - other
         row = [name, loss(entry["cross_entropy"]), number(entry["perplexity"])]
         row += [] if other is None else ["-" if gap is None else f"{gap:+.3f}"]
         rows.append([Strong(cell) for cell in row] if name == run.final else row)
+    first = next(iter(run.models.values()))
     columns = ["model", "cross-entropy", "perplexity", *(["against joint"] if other is not None else [])]
-    tokens = next(iter(run.models.values()))["tokens"]
     content: list[Block] = [
         Text(
-            f"On {count(tokens)} held-out tokens. Cross-entropy is in nats a token, weighted by tokens, without "
-            "auxiliary losses; perplexity is its exponential. Lower is better."
+            f"On {count(first['tokens'])} held-out tokens. Cross-entropy is in nats a token, weighted by tokens, "
+            "without auxiliary losses; perplexity is its exponential. Lower is better."
         ),
         Table(columns, rows),
     ]
@@ -43,15 +46,15 @@ def quality(run: Run) -> list[Block]:
         ("by_cluster", "By cluster", "A submodel's own cluster stands out. "),
         ("by_source", "By source", ""),
     ):
-        groups = [name for name, part in next(iter(run.models.values()))[kind].items() if part["tokens"]]
+        groups = [name for name, part in first[kind].items() if part["tokens"]]
         if len(groups) < 2:
             continue
         rows = [
             [name, *(_mark(name, kind, group, entry[kind].get(group, {})) for group in groups)]
-            for name, entry in run.models.items()
+            for name, entry in shown.items()
+            if entry[kind]
         ]
-        held = {group: next(iter(run.models.values()))[kind][group]["tokens"] for group in groups}
-        rows.append(["held-out tokens", *(count(held[group]) for group in groups)])
+        rows.append(["held-out tokens", *(count(first[kind][group]["tokens"]) for group in groups)])
         content += [
             Heading(title, 3),
             Text(f"{explained}Cross-entropy of each model."),
@@ -60,9 +63,29 @@ def quality(run: Run) -> list[Block]:
     return content
 
 
+def _shown_models(run: Run) -> dict[str, dict]:
+    """The models, with one more row for the submodels, and without themselves where they are many.
+
+    That row gives every document to its cluster's submodel: what perfect routing to single experts would reach.
+    """
+    alone = {name: entry for name, entry in run.models.items() if name.startswith("submodel ")}
+    own = {name.split()[1]: entry["by_cluster"].get(name.split()[1]) for name, entry in alone.items()}
+    shown = {}
+    for name, entry in run.models.items():
+        if name not in alone or len(alone) <= MOST_SUBMODELS:
+            shown[name] = entry
+        if alone and name == list(alone)[-1] and all(own.values()):
+            tokens = np.array([part["tokens"] for part in own.values()])
+            losses = np.array([part["cross_entropy"] or 0.0 for part in own.values()])
+            if tokens.sum() == entry["tokens"]:
+                shown[OWN] = loss_of(losses * tokens, tokens) | {"by_cluster": own, "by_source": {}}
+    return shown
+
+
 def _mark(model: str, kind: str, group: str, part: dict) -> str:
     text = loss(part.get("cross_entropy"))
-    return Strong(text) if kind == "by_cluster" and model == f"submodel {group}" else text
+    own = kind == "by_cluster" and model in (f"submodel {group}", OWN)
+    return Strong(text) if own else text
 
 
 def progress(run: Run) -> list[Block]:
@@ -236,7 +259,7 @@ def clusters(run: Run) -> list[Block]:
     except (ArtifactError, FileNotFoundError) as error:
         return [Text(f"The clusters cannot be shown: {error}")]
     k = 1 + int(labels_D.max())
-    terms = notes.get("terms") or notes.get("top_terms") or [[]] * k
+    terms = notes.get("terms", [])
     total = max(1, int(split.tokens.sum()))
     rows = []
     for cluster in range(k):
@@ -248,7 +271,7 @@ def clusters(run: Run) -> list[Block]:
             for source in np.argsort(-of_source)[:3]
             if of_source[source] >= 0.01 * tokens and of_source[source] > 0
         ]
-        words = ", ".join(str(term) for term in terms[cluster][:10])
+        words = ", ".join(map(str, terms[cluster][:10])) if cluster < len(terms) else ""
         share = f"{tokens / total:.1%}"
         rows.append([str(cluster), f"{inside.sum():,}", count(tokens), share, words, ", ".join(most)])
     said = [f"{k} clusters of {len(labels_D):,} training documents by {run.config.cluster.method}"]

@@ -166,7 +166,10 @@ def _results(phases, k, sources, gap):
             str(c): _entry(value + 0.1 * (c - k / 2) - (0.4 if c == own else 0.0), 20000 + c) for c in range(k)
         }
         by_source = {s: _entry(value + 0.07 * n, 9000) for n, s in enumerate(sources)}
-        models[name] = _entry(value, 84000) | {"by_cluster": by_cluster, "by_source": by_source}
+        models[name] = _entry(value, sum(part["tokens"] for part in by_cluster.values())) | {
+            "by_cluster": by_cluster,
+            "by_source": by_source,
+        }
         if name not in ("start",) and own is None:
             counts = generator.integers(20, 400, (4, k, k)) + (300 * np.eye(k)).astype(int)
             routing[name] = summary(counts * (0 if k == 1 else 1))

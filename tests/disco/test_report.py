@@ -8,9 +8,10 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from disco import pictures
+from disco import pictures, sections
 from disco.artifacts import ArtifactError
-from disco.findings import count, duration, gather, money, number, verdict
+from disco.costs import Bill
+from disco.findings import Run, count, duration, gather, money, number, verdict
 from disco.page import Code, Heading, Picture, Strong, Table, Text, Tiles, to_html, to_markdown
 from disco.report import blocks, report
 from tests.disco.fabricated_run import fabricate
@@ -115,6 +116,19 @@ def test_markdown_pictures_lie_beside_it(full):
     for name in re.findall(r"\]\((pictures/[^)]+)\)", markdown):
         data = (config.folder / "report" / name).read_bytes()
         assert data.startswith(b"\x89PNG") if name.endswith("png") else ElementTree.fromstring(data) is not None
+
+
+def test_submodels_on_their_own_clusters_are_summed_up(full, tmp_path):
+    config, html, _ = full
+    models = gather(config, config.folder).models
+    parts = [models[f"submodel {k}"]["by_cluster"][str(k)] for k in range(4)]
+    tokens = sum(part["tokens"] for part in parts)
+    expected = sum(part["cross_entropy"] * part["tokens"] for part in parts) / tokens
+    many = fabricate(tmp_path, k=13)
+    text = text_of(write(many)[0])
+    assert "submodels, each on its own cluster" in text and "submodel 3" not in text
+    shown = sections._shown_models(Run(config, config.folder, {"models": models}, Bill([]), {}, 1.0))
+    assert shown[sections.OWN]["cross_entropy"] == pytest.approx(expected) and "submodel 3" in shown
 
 
 def test_winning_losing_and_a_tie(tmp_path):
