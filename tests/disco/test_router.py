@@ -5,14 +5,17 @@ import pytest
 import torch
 from scipy.special import log_softmax
 from sklearn.linear_model import LogisticRegression
+from transformers import AutoModelForCausalLM
 
 from disco.artifacts import ArtifactError, file_hash
-from disco.checkpoint import Checkpoint
+from disco.checkpoint import Checkpoint, identity
 from disco.config import ConfigError
-from disco.family import moe_blocks, num_experts
+from disco.family import freeze_shared, moe_blocks, num_experts, with_experts
+from disco.merge import merge
 from disco.packing import Rows
 from disco.router import choose, fit_centroid, fit_probe, initialise_router
-from tests.disco.tiny_models import DTYPES, FAMILIES, load, same_bits, save, tiny_model
+from disco.split import write_submodel_note
+from tests.disco.tiny_models import DTYPES, FAMILIES, load, same_bits, save, tiny_config, tiny_model
 
 VOCABULARY = 61
 
@@ -217,6 +220,58 @@ def test_a_feature_that_is_always_zero():
     generator = np.random.default_rng(0)
     features = generator.normal(size=(60, 3)) * [1, 0, 1000]
     assert np.isfinite(fit_probe(features, np.arange(60) % 3, 3, 1.0)).all()
+
+
+def train(model, rows, steps, rate):
+    generator = np.random.default_rng(0)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
+    for _ in range(steps):
+        loss = cross_entropy(model, rows, generator.integers(0, len(rows[0]), 24 // len(rows)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def cross_entropy(model, rows, chosen):
+    parts = [part.batch(chosen) for part in rows]
+    batch = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    labels = batch.pop("labels").flatten()
+    logits = model(**batch, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=-100)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "mixtral"])
+def test_a_fitted_router_serves_trained_experts_better_than_a_random_one(tmp_path, name):
+    """Three domains with rules of their own: token x is followed by x + 1, x + 2 or x + 3."""
+    shifts, train_rows, held_rows = (1, 2, 3), [], []
+    for cluster, shift in enumerate(shifts):
+        for rows, count, seed in ((train_rows, 300, 0), (held_rows, 40, 1)):
+            part = cluster_rows(tmp_path, cluster, 3, documents=count, seed=seed)
+            tokens = np.fromfile(part.tokens_path, np.uint16).reshape(count, -1)
+            tokens = (tokens[:, :1] + shift * np.arange(tokens.shape[1])) % VOCABULARY
+            tokens.astype(np.uint16).tofile(part.tokens_path)
+            rows.append(part)
+    keys = dict(num_hidden_layers=2, hidden_size=32, intermediate_size=32, num_experts_per_tok=1)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(name, 1, **keys))
+    train(model, train_rows, 20, 5e-3)
+    start, folders = save(model, tmp_path / "start"), []
+    for cluster, part in enumerate(train_rows):
+        submodel = load(start)
+        freeze_shared(submodel)
+        train(submodel, [part], 40, 5e-3)
+        folder = save(submodel, tmp_path / f"sub{cluster}")
+        write_submodel_note(folder, base=identity(start), expert=cluster, experts=3, clustering="c")
+        folders.append(folder)
+    config = with_experts(model.config, 3, 2)
+    losses = {}
+    for method in ("random", "centroid", "probe"):
+        out = tmp_path / method
+        merge(start, folders, out, full_config=config)
+        initialise_router(out, train_rows, method=method, tokens=3000, l2=1.0, seed=0)
+        with torch.no_grad():
+            losses[method] = cross_entropy(load(out), held_rows, np.arange(40)).item()
+    assert losses["probe"] < losses["centroid"] < losses["random"] - 0.05
 
 
 class TestRefused:
