@@ -178,7 +178,9 @@ def _checked(load: np.ndarray, topology: Topology, slots: int) -> tuple[np.ndarr
 
 
 def _seconds(tokens_NP: np.ndarray, layout: Layout, topology: Topology) -> float:
-    return modelled_seconds(traffic(tokens_NP, layout.copies.device, topology.node_of), topology.seconds)
+    source_R, copy_R = np.nonzero(tokens_NP)
+    shipments = source_R, copy_R, tokens_NP[source_R, copy_R]
+    return modelled_seconds(traffic(shipments, layout.copies.device, topology.node_of), topology.seconds)
 
 
 def _replicate_and_pack(total_E, experts, devices, slots, replicas_EN):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fsep.flow import balance, hosts, make_work, start_flow
+from fsep.flow import balance, device_loads, make_work, node_ranges, push, release, start_flow
 from fsep.jit import jit
 from fsep.pack import pack
 
@@ -96,19 +96,20 @@ def build(load_GE, hosted_EG, slots, node_start):
     N = node_start[G]
     replicas_EN = np.zeros((E, N), np.uint8)
     size_G = node_start[1:] - node_start[:-1]
+    # Nodes balanced like devices: home tokens stay unless a node is above its share.
     nodes = np.arange(G)
     copies = index_copies(hosted_EG)
-    flow_PG = np.zeros((len(copies[0]), G), np.int64)
-    load_G = np.zeros(G, np.int64)
-    work = make_work(G, G, E)
-    start_flow(load_GE, copies, nodes, flow_PG, load_G)
+    ranges = node_ranges(copies, nodes)
+    work = make_work(G, E, len(copies[0]))
+    home_P, away_P = start_flow(load_GE, copies, nodes, ranges)
+    load_G = device_loads(copies, home_P, away_P, G)
     mean = -(-load_GE.sum() // N)
-    hosted_GE = hosts(copies, nodes, G, E)
-    balance(copies, nodes, size_G, hosted_GE, False, mean, flow_PG, load_G, work)
-    balance(copies, nodes, size_G, hosted_GE, True, mean, flow_PG, load_G, work)
+    push(copies, ranges, home_P, away_P, load_G, mean * size_G, work)
+    release(home_P, away_P)
+    balance(copies, ranges, size_G, mean, home_P, away_P, load_G, work)
     for g in range(G):
         mine = copies[3][copies[4][g] : copies[4][g + 1]]
-        size_M = flow_PG[mine].sum(1)
+        size_M = away_P[mine]
         expert_M = copies[0][mine]
         first, last = node_start[g], node_start[g + 1]
         # Nodes often see like loads; packed alike, a device's experts would share one device on every node, and a

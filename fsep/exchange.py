@@ -21,11 +21,11 @@ def exchange(load_NE, replicas_EN, slots, node_of, node_start, seconds, trials):
     more of, or by a swap.
     """
     copies = index_copies(replicas_EN)
-    tokens_NP, best = solve(load_NE, copies, node_of, node_start, seconds)
+    shipments, best = solve(load_NE, copies, node_of, node_start, seconds)
     tried = np.empty((trials, 4), np.int64)
     known = 0
     for _ in range(trials):
-        move = _promising(load_NE, replicas_EN, copies, tokens_NP, slots, node_of, seconds, tried[:known])
+        move = _promising(load_NE, replicas_EN, copies, shipments, slots, node_of, seconds, tried[:known])
         e, a, y, b = move
         if e < 0:
             break
@@ -36,9 +36,9 @@ def exchange(load_NE, replicas_EN, slots, node_of, node_start, seconds, trials):
         if a >= 0:
             trial_EN[e, a], trial_EN[y, a] = 0, 1
         trial_copies = index_copies(trial_EN)
-        trial_NP, took = solve(load_NE, trial_copies, node_of, node_start, seconds)
+        trial_R, took = solve(load_NE, trial_copies, node_of, node_start, seconds)
         if took < best:
-            replicas_EN, copies, tokens_NP, best = trial_EN, trial_copies, trial_NP, took
+            replicas_EN, copies, shipments, best = trial_EN, trial_copies, trial_R, took
             known = 0
         else:
             tried[known] = e, a, y, b
@@ -47,25 +47,23 @@ def exchange(load_NE, replicas_EN, slots, node_of, node_start, seconds, trials):
 
 
 @jit
-def _promising(load_NE, replicas_EN, copies, tokens_NP, slots, node_of, seconds, tried):
+def _promising(load_NE, replicas_EN, copies, shipments, slots, node_of, seconds, tried):
     """The untried exchange of the largest estimated gain: (expert e, its device a or -1, expert y or -1, device b).
 
     Device b takes e. With y = -1 into a free slot, with a = -1 in place of y, else y goes to a in return.
     """
     expert_P, device_P, _, on_device, device_start = copies
     E, N = replicas_EN.shape
-    flow_P = tokens_NP.sum(0)
+    flow_P = np.zeros(len(expert_P), np.int64)
     load_N = np.zeros(N, np.int64)
     cross_P = np.zeros(len(expert_P), np.int64)
-    cross_NE = np.zeros((node_of[-1] + 1, E), np.int64)
-    inter_N = np.zeros(N, np.int64)
-    for p in range(len(expert_P)):
-        load_N[device_P[p]] += flow_P[p]
-        for i in range(N):
-            if tokens_NP[i, p] and node_of[i] != node_of[device_P[p]]:
-                cross_P[p] += tokens_NP[i, p]
-                cross_NE[node_of[i], expert_P[p]] += tokens_NP[i, p]
-                inter_N[device_P[p]] += tokens_NP[i, p]
+    cross_GE = np.zeros((node_of[-1] + 1, E), np.int64)
+    for source, p, tokens in zip(*shipments):  # noqa: B905 - numba knows no strict
+        flow_P[p] += tokens
+        load_N[device_P[p]] += tokens
+        if node_of[source] != node_of[device_P[p]]:
+            cross_P[p] += tokens
+            cross_GE[node_of[source], expert_P[p]] += tokens
     count_E = replicas_EN.astype(np.int64).sum(1)
     mean = -(-flow_P.sum() // N)
     worst = np.argmax(load_N)
@@ -97,7 +95,7 @@ def _promising(load_NE, replicas_EN, copies, tokens_NP, slots, node_of, seconds,
                             best, chosen = gain, (e, worst, y, b)
             if spare:
                 for e in range(E):
-                    saved = cross_NE[node_of[b], e]
+                    saved = cross_GE[node_of[b], e]
                     if saved > 0 and not replicas_EN[e, b]:
                         gain = (saved - lost) * seconds[2] / N
                         if gain > best and not _is_tried(tried, e, -1, y, b):

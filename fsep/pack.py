@@ -47,7 +47,8 @@ def pack(size_M, cap_B, slots_B, spaced):
         if bins > 1:
             if spare >= bins - 1 or (spare > 0 and size[m - 1] > want):
                 if spare >= bins - 1:
-                    need = max(0, need + bins - 2)
+                    # Later bins keep a spare slot for each cut between them.
+                    need = max(0, m - slots_left + bins - 2)
                 first, count, step, piece = _with_cut(
                     size, m, want, need, slots_B[b] - 1, (m - 1) // bins, spaced
                 )

@@ -123,10 +123,10 @@ def _search(load_NE, slots, node_of, node_start, seconds, trials):
                 for c in range(used):
                     replicas_EN[(j * used + c) % E, j] = 1
         copies = index_copies(replicas_EN)
-        tokens_NP, took = solve(load_NE, copies, node_of, node_start, seconds)
+        shipments, took = solve(load_NE, copies, node_of, node_start, seconds)
         if took < best:
             best, best_EN = took, replicas_EN
-            load, intra, inter, _ = traffic(tokens_NP, copies[1], node_of)
+            load, intra, inter, _ = traffic(shipments, copies[1], node_of)
             if load <= mean * 1.0005 and inter * seconds[2] <= max(intra * seconds[1], 0.0005 * load * seconds[0]):
                 return best_EN, best
     if trials > OTHER_WAYS:

@@ -1,6 +1,6 @@
 """Which copy computes which tokens.
 
-Shapes: N devices, E experts, G nodes, P copies.
+Shapes: N devices, E experts, G nodes, P copies, R shipments (source device, copy, tokens).
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import numpy as np
 
 from fsep.check import check_load
-from fsep.flow import balance, hosts, make_work, push, start_flow
+from fsep.flow import balance, device_loads, make_work, node_ranges, push, release, start_flow
 from fsep.jit import jit
 from fsep.layout import Layout
 from fsep.topology import Topology
 
 
 def route(load: np.ndarray, layout: Layout, topology: Topology) -> np.ndarray:
-    """Send every token to a copy of its expert, in the least modelled time.
+    """Send every token to a copy of its expert, in little modelled time.
 
     Devices are balanced by maximum flow, so the largest load is the integer optimum for the layout, or is larger
     only where tokens would have to cross between nodes at a higher price than the balance is worth (see ``cost``).
@@ -25,21 +25,28 @@ def route(load: np.ndarray, layout: Layout, topology: Topology) -> np.ndarray:
         load: [N, E] whole numbers, tokens that device i has for expert e.
 
     Returns:
-        tokens [N, E, N] int32: of device i for expert e sent to device j; sums over j equal ``load``. Memory is
-        touched only where tokens flow; ``route_copies`` gives the compact form.
+        tokens [N, E, N] int32: of device i for expert e sent to device j; sums over j equal ``load``. At a thousand
+        devices this array takes a gigabyte: ``route_copies`` gives the same compactly.
 
     Raises:
         ValueError: a load of another shape, negative, not finite or not whole; a layout of other sizes.
     """
-    tokens_NP = route_copies(load, layout, topology)
+    source_R, copy_R, tokens_R = _routed(load, layout, topology)
     copies = layout.copies
     tokens = np.zeros((layout.devices, layout.experts, layout.devices), np.int32)
-    _scatter(tokens_NP, copies.expert, copies.device, tokens)
+    _scatter(source_R, copies.expert[copy_R], copies.device[copy_R], tokens_R, tokens)
     return tokens
 
 
 def route_copies(load: np.ndarray, layout: Layout, topology: Topology) -> np.ndarray:
     """As ``route``, compact: [N, P] int64, tokens of device i sent to copy p of ``layout.copies``."""
+    source_R, copy_R, tokens_R = _routed(load, layout, topology)
+    tokens_NP = np.zeros((layout.devices, len(layout.copies.expert)), np.int64)
+    _scatter_copies(source_R, copy_R, tokens_R, tokens_NP)
+    return tokens_NP
+
+
+def _routed(load: np.ndarray, layout: Layout, topology: Topology) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     load_NE = check_load(load, topology, experts=layout.experts, whole=True)
     if layout.devices != topology.devices:
         raise ValueError(
@@ -49,11 +56,15 @@ def route_copies(load: np.ndarray, layout: Layout, topology: Topology) -> np.nda
 
 
 @jit
-def _scatter(tokens_NP, expert_P, device_P, tokens_NEN):
-    for i in range(tokens_NP.shape[0]):
-        for p in range(tokens_NP.shape[1]):
-            if tokens_NP[i, p] > 0:
-                tokens_NEN[i, expert_P[p], device_P[p]] = tokens_NP[i, p]
+def _scatter(source_R, expert_R, device_R, tokens_R, tokens_NEN):
+    for r in range(len(source_R)):
+        tokens_NEN[source_R[r], expert_R[r], device_R[r]] += tokens_R[r]
+
+
+@jit
+def _scatter_copies(source_R, copy_R, tokens_R, tokens_NP):
+    for r in range(len(source_R)):
+        tokens_NP[source_R[r], copy_R[r]] += tokens_R[r]
 
 
 @jit
@@ -69,66 +80,93 @@ def by_node(load_NE, node_start):
 
 
 @jit
-def spread(load_NE, copies, node_of, node_start, flow_PG):
-    """Share each hub's flow among the node's devices: own copies first, the rest in proportion. [N, P] int64."""
+def spread(load_NE, copies, ranges, node_of, node_start, total_P):
+    """Who sends what, when copy p computes ``total_P[p]`` tokens: shipments (source [R], copy [R], tokens [R]).
+
+    A device serves itself first, then its node, and what a node can't take crosses. Crossing tokens are drawn from
+    a node's devices, and land on a node's copies, in proportion.
+    """
     expert_P, device_P, start_E, _, _ = copies
+    _, last_P = ranges
     N, E = load_NE.shape
-    tokens_NP = np.zeros((N, len(expert_P)), np.int64)
+    G, P = len(node_start) - 1, len(expert_P)
+    most = N * E + 3 * P + G * E
+    source_R, copy_R, tokens_R = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
+    R = 0
+    room_P = total_P.copy()
     left_N = np.empty(N, np.int64)
     for e in range(E):
-        lo, hi = start_E[e], start_E[e + 1]
-        for g in range(len(node_start) - 1):
+        left_N[:] = load_NE[:, e]
+        p = start_E[e]
+        while p < start_E[e + 1]:
+            lo, hi = p, last_P[p]
+            p = hi
+            g = node_of[device_P[lo]]
             first, last = node_start[g], node_start[g + 1]
-            total = 0
-            for i in range(first, last):
-                left_N[i] = load_NE[i, e]
-                total += left_N[i]
-            if total == 0:
+            tokens, room = left_N[first:last].sum(), room_P[lo:hi].sum()
+            kept = min(tokens, room)
+            if kept == 0:
                 continue
-            for p in range(lo, hi):
-                i = device_P[p]
-                if node_of[i] == g:
-                    own = min(left_N[i], flow_PG[p, g])
-                    tokens_NP[i, p] = own
-                    left_N[i] -= own
-                    total -= own
-            for p in range(lo, hi):
-                rest = flow_PG[p, g]
-                if node_of[device_P[p]] == g:
-                    rest -= tokens_NP[device_P[p], p]
-                if rest == 0:
-                    continue
-                # Running totals, rounded down: the parts are whole, add up, and never exceed what is left.
-                seen = given = 0
-                for i in range(first, last):
-                    seen += left_N[i]
-                    part = seen * rest // total - given
-                    given += part
-                    left_N[i] -= part
-                    tokens_NP[i, p] += part
-                total -= rest
-    return tokens_NP
+            # What crosses, out or in, is set aside in proportion; running totals rounded down keep it whole.
+            seen = given = 0
+            for i in range(first, last):
+                seen += left_N[i]
+                part = seen * kept // tokens - given
+                given += part
+                left_N[i] -= part
+                source_R[R + i - first] = part  # tokens of device i that stay on the node, for the moment
+            stay = source_R[R : R + last - first].copy()
+            seen = given = 0
+            take = np.empty(hi - lo, np.int64)
+            for q in range(lo, hi):
+                seen += room_P[q]
+                take[q - lo] = seen * kept // room - given
+                given += take[q - lo]
+                room_P[q] -= take[q - lo]
+            for q in range(lo, hi):
+                own = min(stay[device_P[q] - first], take[q - lo])
+                if own > 0:
+                    source_R[R], copy_R[R], tokens_R[R] = device_P[q], q, own
+                    R += 1
+                    stay[device_P[q] - first] -= own
+                    take[q - lo] -= own
+            i = 0
+            for q in range(lo, hi):
+                while take[q - lo] > 0:
+                    while stay[i] == 0:
+                        i += 1
+                    part = min(stay[i], take[q - lo])
+                    source_R[R], copy_R[R], tokens_R[R] = first + i, q, part
+                    R += 1
+                    stay[i] -= part
+                    take[q - lo] -= part
+        q = start_E[e]
+        for i in range(N):
+            while left_N[i] > 0:
+                while room_P[q] == 0:
+                    q += 1
+                part = min(left_N[i], room_P[q])
+                source_R[R], copy_R[R], tokens_R[R] = i, q, part
+                R += 1
+                left_N[i] -= part
+                room_P[q] -= part
+    return source_R[:R], copy_R[:R], tokens_R[:R]
 
 
 @jit
-def traffic(tokens_NP, device_P, node_of):
+def traffic(shipments, device_P, node_of):
     """Largest load of a device, largest in or out over intra-node and over inter-node links, crossing tokens."""
-    N = tokens_NP.shape[0]
-    sums = np.zeros((5, N), np.int64)
-    load_N, intra_in, intra_out, inter_in, inter_out = sums
-    for i in range(N):
-        for p in range(len(device_P)):
-            amount = tokens_NP[i, p]
-            if amount == 0:
-                continue
-            j = device_P[p]
-            load_N[j] += amount
-            if node_of[i] != node_of[j]:
-                inter_out[i] += amount
-                inter_in[j] += amount
-            elif i != j:
-                intra_out[i] += amount
-                intra_in[j] += amount
+    source_R, copy_R, tokens_R = shipments
+    load_N, intra_in, intra_out, inter_in, inter_out = np.zeros((5, len(node_of)), np.int64)
+    for r in range(len(source_R)):
+        i, j, tokens = source_R[r], device_P[copy_R[r]], tokens_R[r]
+        load_N[j] += tokens
+        if node_of[i] != node_of[j]:
+            inter_out[i] += tokens
+            inter_in[j] += tokens
+        elif i != j:
+            intra_out[i] += tokens
+            intra_in[j] += tokens
     intra = max(intra_in.max(), intra_out.max())
     inter = max(inter_in.max(), inter_out.max())
     return load_N.max(), intra, inter, inter_out.sum()
@@ -142,39 +180,39 @@ def modelled_seconds(peaks, seconds):
 
 @jit
 def solve(load_NE, copies, node_of, node_start, seconds):
-    """The routing of least modelled time found, with that time: (tokens [N, P], seconds).
+    """The routing of least modelled time found, with that time: (shipments, seconds).
 
-    Between the balance that local tokens reach alone and the best of all, modelled time is convex in the share
-    each device is allowed; its ends and a few shares between are tried.
+    Tried are the best balance with tokens at home, the best of all and, at small sizes, three between: modelled time
+    is convex in the largest load allowed.
     """
     N, E = load_NE.shape
-    G = len(node_start) - 1
     load_GE = by_node(load_NE, node_start)
-    hosted_GE = hosts(copies, node_of, G, E)
+    ranges = node_ranges(copies, node_of)
     weight_N = np.ones(N, np.int64)
-    flow_PG = np.zeros((len(copies[0]), G), np.int64)
-    load_N = np.zeros(N, np.int64)
-    work = make_work(N, G, E)
+    work = make_work(N, E, len(copies[0]))
     mean = -(-load_NE.sum() // N)
 
-    start_flow(load_GE, copies, node_of, flow_PG, load_N)
-    local = balance(copies, node_of, weight_N, hosted_GE, False, mean, flow_PG, load_N, work)
-    best_NP = spread(load_NE, copies, node_of, node_start, flow_PG)
-    best = modelled_seconds(traffic(best_NP, copies[1], node_of), seconds)
-    if local == mean:
-        return best_NP, best
-    least = balance(copies, node_of, weight_N, hosted_GE, True, mean, flow_PG, load_N, work)
-    low, high = least, local
-    tries = 4 if N * len(copies[0]) <= 1 << 14 else 1
-    for k in range(tries):
-        share = low + (high - low) * k // 4
+    home_P, away_P = start_flow(load_GE, copies, node_of, ranges)
+    load_N = device_loads(copies, home_P, away_P, N)
+    local = balance(copies, ranges, weight_N, mean, home_P, away_P, load_N, work)
+    best_R = spread(load_NE, copies, ranges, node_of, node_start, home_P + away_P)
+    best = modelled_seconds(traffic(best_R, copies[1], node_of), seconds)
+    if local == mean or len(node_start) == 2:
+        return best_R, best
+    release(home_P, away_P)
+    least = balance(copies, ranges, weight_N, mean, home_P, away_P, load_N, work)
+    for k in range(4 if N * len(copies[0]) <= 1 << 14 else 1):
+        share = least + (local - least) * k // 4
         if share >= local:
             break
-        start_flow(load_GE, copies, node_of, flow_PG, load_N)
-        push(copies, node_of, flow_PG, load_N, share * weight_N, hosted_GE, False, work)
-        balance(copies, node_of, weight_N, hosted_GE, True, share, flow_PG, load_N, work)
-        tokens_NP = spread(load_NE, copies, node_of, node_start, flow_PG)
-        took = modelled_seconds(traffic(tokens_NP, copies[1], node_of), seconds)
+        if k > 0:
+            home_P, away_P = start_flow(load_GE, copies, node_of, ranges)
+            load_N = device_loads(copies, home_P, away_P, N)
+            push(copies, ranges, home_P, away_P, load_N, share * weight_N, work)
+            release(home_P, away_P)
+            balance(copies, ranges, weight_N, share, home_P, away_P, load_N, work)
+        shipments = spread(load_NE, copies, ranges, node_of, node_start, away_P)
+        took = modelled_seconds(traffic(shipments, copies[1], node_of), seconds)
         if took < best:
-            best, best_NP = took, tokens_NP
-    return best_NP, best
+            best, best_R = took, shipments
+    return best_R, best
