@@ -1,6 +1,6 @@
 """What a run cost, from its ledger, stage by stage and pipeline by pipeline."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from disco.curves import FINETUNE, JOINT, RANDOM, ROUTER, SEED
@@ -61,10 +61,10 @@ class Bill:
             )
 
     def parts(self, pipeline: str) -> dict[str, Cost]:
-        """Stage to cost of a pipeline, in order; the random split's includes the shared seed phase."""
+        """Stage to cost of a pipeline, in order. The random split has the shared seed phase, without its waste."""
         found = {stage: cost for (of, stage), cost in self.stages.items() if of == pipeline}
         if pipeline == "random split" and found and ("DisCo", "seed") in self.stages:
-            found["seed"] = self.stages["DisCo", "seed"]
+            found["seed"] = replace(self.stages["DisCo", "seed"], wasted_dollars=0.0, wasted_seconds=0.0)
         order = {stage: index for index, stage in enumerate(STAGES)}
         return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 

@@ -47,7 +47,7 @@ def losses(
     random: Mapping[str, Curve],
     finals: Sequence[tuple[str, str, float]],
 ) -> bytes:
-    """Loss over `axis` ("tokens" or "dollars"): smoothed training losses as lines, validation losses as dots.
+    """Loss over `axis` ("tokens" or "dollars"): smoothed training losses as lines, validation losses with dots.
 
     `finals` are (pipeline, stage, loss) on the whole validation split, drawn as diamonds at the stage's end.
     """
@@ -70,20 +70,24 @@ def losses(
         for label, curve, colour in lines:
             apart = label.endswith("submodels")
             name = f"{label} (mean, each on its own part)" if apart else label
-            dashes = (0, (4, 1.5)) if apart else "-"
-            marker = "_" if len(curve.loss) == 1 else None  # a line needs two points
-            ax.plot(
-                getattr(curve, axis),
-                curve.smooth(),
-                color=colour,
-                lw=2,
-                label=name,
-                ls=dashes,
-                marker=marker,
-                ms=12,
-            )
             seen = curve.validated()
-            ax.plot(getattr(seen, axis), seen.validation, "o", color=colour, ms=5, mec="white", mew=0.6)
+            faint = bool(len(seen.loss))  # the validation curve says it better
+            marker = "_" if len(curve.loss) == 1 else None  # a line needs two points
+            style = {"ls": (0, (4, 1.5)) if apart else "-", "marker": marker, "ms": 12}
+            style |= {"lw": 1, "alpha": 0.45} if faint else {"lw": 2, "label": name}
+            ax.plot(getattr(curve, axis), curve.smooth(), color=colour, **style)
+            if faint:
+                ax.plot(
+                    getattr(seen, axis),
+                    seen.validation,
+                    "o-",
+                    color=colour,
+                    lw=2,
+                    ms=5,
+                    mec="white",
+                    mew=0.6,
+                    label=name,
+                )
         low, high = bounds(curve for _, curve, _ in lines)
         marked = False
         for pipeline, stage, loss in finals:
@@ -97,8 +101,6 @@ def losses(
                 marked = True
         if marked:
             ax.plot([], [], "D", color="white", mec="black", ms=7, label="whole validation split")
-        if any(len(curve.validated().loss) for _, curve, _ in lines):
-            ax.plot([], [], "o", color="#555", ms=5, label="validation along the way")
         ax.set_ylim(low, high)
         ax.set_xlim(left=0)
         ax.set_ylabel("cross-entropy (nats a token)")
@@ -106,7 +108,8 @@ def losses(
             {"tokens": "tokens trained on, all devices together", "dollars": "dollars of training steps"}[axis]
         )
         ax.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(_tick if axis == "tokens" else _dollars))
-        ax.legend(loc="upper right")
+        handles, labels = ax.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=2)
         return _svg(figure)
 
 

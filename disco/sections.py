@@ -102,14 +102,15 @@ def progress(run: Run) -> list[Block]:
     if run.loss("joint") is not None and joint is not None:
         finals.append(("joint", "joint training", run.loss("joint")))
     explained = (
-        "Phases of DisCo one after the other: what all submodels used together is added up. Lines are training "
-        "losses, smoothed; a submodel's is on its own cluster, and so not comparable with the others. "
+        "Phases of DisCo one after the other; what all submodels used is added up. Lines with dots are validation "
+        "losses, those without (and the thin ones) training losses, smoothed; a submodel's is on its own cluster, "
+        "and so not comparable with the others."
     )
     content: list[Block] = [
-        Picture(f"loss_{axis}.svg", pictures.losses(axis, disco, joint, random, finals), f"{explained}{unit}")
+        Picture(f"loss_{axis}.svg", pictures.losses(axis, disco, joint, random, finals), f"{unit} {explained}")
         for axis, unit in (
-            ("tokens", "Over tokens."),
-            ("dollars", "Over dollars of training steps, at the configured prices."),
+            ("tokens", "Loss over tokens."),
+            ("dollars", "Loss over dollars of training steps, at the configured prices."),
         )
     ]
     return [*content, Heading("To DisCo's loss by joint training", 3), *_equal_loss(run)]

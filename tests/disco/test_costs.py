@@ -65,6 +65,8 @@ def test_waste_and_start_up_stand_apart():
     cost = Bill(rows).pipeline("DisCo")
     assert cost.seconds == 5 + 10 + 30 and cost.startup == 5
     assert cost.wasted_seconds == 10 + 7 and (cost.tokens, cost.flops) == (150, 2500)
+    again = Bill([row("start", 3, status="killed"), row("baselines/random_split/train/0", 5)])
+    assert again.pipeline("random split").wasted_seconds == 0 and again.pipeline("DisCo").wasted_seconds == 3
     assert cost.dollars + cost.wasted_dollars == pytest.approx(62 * 0.36 / 3600)
 
 
