@@ -98,12 +98,16 @@ def prepare(
             "dtype": dtype,
             **special_ids(tokenizer),
             "tokenizer_sha256": fingerprint(
-                {path.name: file_hash(path) for path in sorted((out / "tokenizer").iterdir())}
+                {str(path.relative_to(out)): file_hash(path) for path in _files(out / "tokenizer")}
             ),
             "tokens_sha256": {name: file_hash(out / f"{name}.tokens") for name in SPLITS},
             "sources": counts,
         },
     )
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def hold_out(key_D: np.ndarray, text_D: np.ndarray, share: float) -> tuple[np.ndarray, str]:

@@ -218,6 +218,7 @@ def test_the_models_own_tokenizer_with_a_large_vocabulary(tmp_path):
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
+    tokenizer.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}  # saved in a folder of its own
     folder = model_folder(tmp_path / "model", tokenizer, 70_016)
     write(tmp_path, "one", [f"w{n} w{69_999 - n} w68000 unknown" for n in range(100, 120)])
     keys = {"model": {"source": str(folder)}, "tokenizer": {"kind": "model"}}

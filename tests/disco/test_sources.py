@@ -206,15 +206,23 @@ def test_rows_of_every_kind(tmp_path, kind, name):
 
 
 def test_local_files_need_no_network(tmp_path, monkeypatch):
-    def connect(*_):
-        raise AssertionError("a connection was opened")
+    import datasets
+
+    tried = []
+
+    def connect(*address):
+        tried.append(address)
+        raise OSError("no network")
 
     write_rows(tmp_path)
     monkeypatch.setattr(socket.socket, "connect", connect)
     monkeypatch.setattr(socket, "getaddrinfo", connect)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
     given = source(jsonl=["x.jsonl"], root=str(tmp_path))
     check_sources(corpus(given))
     assert texts(given) == DOCUMENTS
+    assert not tried
 
 
 def test_text_is_a_document_a_line(tmp_path):
@@ -263,6 +271,7 @@ def test_bad_rows_are_refused_with_their_place(tmp_path):
     refused("'text' holds int in row 1 \\(5\\), not text", b'{"text": 5}\n')
     refused("'text' holds list", b'{"text": ["a"]}\n')
     refused("bad: cannot be read after row 0", b'{"text": "a"}\n{"text": \n')
+    refused("bad: cannot be read after row 0 .*surrogate", b'{"text": "a\\ud800b"}\n')
     refused("bad: cannot be read after row 0", b"PAR1 but no parquet PAR1", kind="parquet")
     refused("bad: not UTF-8 at byte 11 \\(0xff\\)", b'{"text": "a\xff"}\n')
     refused("bad: not UTF-8 at byte 5 \\(0xfe\\)", b"good\n\xfe\n", kind="text")
