@@ -7,7 +7,7 @@ S positions, D documents, C cluster codes; -1 marks positions without a label.
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -76,10 +76,20 @@ def losses(
     return sums_D, labels_D
 
 
+class Measured(NamedTuple):
+    """A model's entry in the results, its routing (None with fewer than two experts), and per document the
+    summed loss, float64 [D], and the labels, int64 [D]."""
+
+    entry: dict
+    routing: dict | None
+    sums_D: np.ndarray
+    labels_D: np.ndarray
+
+
 def measure(
     model: nn.Module, rows: Rows, split: Split, clusters_D: np.ndarray, clusters: int, batch_size: int
-) -> tuple[dict, dict | None]:
-    """A model's entry in the results, and its routing (None with fewer than two experts), in one pass."""
+) -> Measured:
+    """All that is measured of a model, in one pass over `rows`."""
     with RouterCounts(model, clusters) as routers:
         padded_D = np.append(clusters_D, -1)  # document -1 is in cluster -1
         sums_D, labels_D = losses(
@@ -89,7 +99,7 @@ def measure(
     entry["by_cluster"] = by_group(sums_D, labels_D, clusters_D, [str(k) for k in range(clusters)])
     entry["by_source"] = by_group(sums_D, labels_D, split.source, split.sources)
     experts = routers.counts_LKE.shape[2]
-    return entry, summary(routers.counts_LKE) if experts > 1 else None
+    return Measured(entry, summary(routers.counts_LKE) if experts > 1 else None, sums_D, labels_D)
 
 
 def loss_of(sums: np.ndarray, labels: np.ndarray) -> dict:
@@ -104,6 +114,20 @@ def loss_of(sums: np.ndarray, labels: np.ndarray) -> dict:
     }
 
 
+def difference(one: Measured, other: Measured) -> dict:
+    """How much higher the cross-entropy of `one` is, in nats a token, with its standard error over documents.
+
+    Both models saw the same documents, so the error is that of the paired differences: of a ratio of sums over
+    documents (Cochran, Sampling Techniques, 1977, eq. 2.46). It says nothing about other seeds.
+    """
+    gap_D, labels_D = one.sums_D - other.sums_D, one.labels_D
+    documents, tokens = np.count_nonzero(labels_D), labels_D.sum()
+    mean = gap_D.sum() / tokens
+    residual_D = gap_D - mean * labels_D
+    error = math.sqrt((residual_D**2).sum() * documents / max(documents - 1, 1)) / tokens
+    return {"nats": float(mean), "standard_error": float(error)}
+
+
 def by_group(sums_D: np.ndarray, labels_D: np.ndarray, group_D: np.ndarray, names: Sequence[str]) -> dict:
     return {name: loss_of(sums_D[group_D == g], labels_D[group_D == g]) for g, name in enumerate(names)}
 
@@ -113,7 +137,8 @@ def evaluate(config: Experiment, run: Path, out: Path, progress: Callable[[str],
 
     {"models": {name: {cross_entropy, perplexity, tokens, by_cluster, by_source}}, "routing": {name: {counts
     [layer][cluster][expert], entropy, specialisation, dead}}, "tasks": {name: {task: {metric: value}}},
-    "validation": {documents, rows, rows_used}}. The clusters are those of `run`/cluster for every model.
+    "differences": {"name - other": {nats, standard_error}}, "validation": {documents, rows, rows_used}}.
+    The clusters are those of `run`/cluster for every model.
     """
     section = config.evaluate
     tasks = find_tasks(section.tasks) if section.tasks else None
@@ -130,22 +155,28 @@ def evaluate(config: Experiment, run: Path, out: Path, progress: Callable[[str],
         "models": {},
         "routing": {},
         "tasks": {},
+        "differences": {},
         "validation": {"documents": len(split), "rows": len(everything), "rows_used": len(rows)},
     }
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    on_tasks = {final(named), final(named, "random_split "), "start", "joint"}
+    mine, random = final(named), final(named, "random_split ")
+    on_tasks, measured = {mine, random, "start", "joint"}, {}
     for name, folder in named.items():
         model = load_model(folder, config.model.dtype, config.model.experts).to(device)
-        entry, routing = measure(model, rows, split, clusters_D, clusters, section.batch_size)
-        results["models"][name] = entry
-        if routing is not None:
-            results["routing"][name] = routing
-        progress(f"evaluate: {name:<24} cross-entropy {_shown(entry['cross_entropy'])}")
+        found = measured[name] = measure(model, rows, split, clusters_D, clusters, section.batch_size)
+        results["models"][name] = found.entry
+        if found.routing is not None:
+            results["routing"][name] = found.routing
+        progress(f"evaluate: {name:<24} cross-entropy {_shown(found.entry['cross_entropy'])}")
         if tasks and name in on_tasks:
             scores = run_tasks(model, corpus.tokenizer(), section.tasks, tasks, section.batch_size, config.seed)
             results["tasks"][name] = scores
             progress(f"evaluate: {name:<24} {scores}")
         del model
+    for name, other in ((mine, "joint"), (random, mine)):
+        both = [measured[model] for model in (name, other) if model in measured]
+        if len(both) == 2 and all(found.entry["cross_entropy"] is not None for found in both):
+            results["differences"][f"{name} - {other}"] = difference(*both)
     write_json(out / RESULTS, results)
 
 

@@ -14,7 +14,7 @@ from disco.page import Block, Text, Tiles
 from launch import hardware
 from launch.ledger import read
 
-LEVEL = 0.005  # nats: less than this is called no difference
+LEVEL = 0.005  # nats: less than this, or than two standard errors, is called no difference
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class Run:
     def loss(self, model: str | None) -> float | None:
         """Cross-entropy of a model on the whole validation split; None without a finite one."""
         return self.models.get(model, {}).get("cross_entropy")
+
+    def gap(self, model: str, other: str) -> tuple[float, float]:
+        """Cross-entropy of `model` minus that of `other`, and twice its standard error (0 if unknown)."""
+        measured = self.results.get("differences", {}).get(f"{model} - {other}", {})
+        return self.loss(model) - self.loss(other), 2 * measured.get("standard_error", 0.0)
 
     def path(self) -> dict[str, Curve]:
         return path(self.curves)
@@ -103,7 +108,7 @@ def verdict(run: Run) -> list[str]:
         same = "on the same tokens " if run.joint is not None else ""
         said.append(
             f"{begin}{trained}; joint training of the same model {same}ends at {loss(other)}: "
-            f"{_better(mine, other)}."
+            f"{_better(*run.gap(run.final, 'joint'))}."
         )
     if disco and joint and joint.dollars and joint.seconds:
         money_ratio, time_ratio = disco.dollars / joint.dollars, disco.seconds / joint.seconds
@@ -117,17 +122,20 @@ def verdict(run: Run) -> list[str]:
                 f"costs {time_ratio:.2f} times what joint training does."
             )
     said += _at_equal_loss(run.equal_loss())
-    random = run.loss(final(run.models, "random_split "))
-    if random is not None:
-        gain = random - mine
+    random = final(run.models, "random_split ")
+    if run.loss(random) is not None:
+        gain, error = run.gap(random, run.final)
         judged = (
             "clusters and random parts do equally well here"
-            if abs(gain) < LEVEL
+            if abs(gain) < max(LEVEL, error)
             else f"clustering helps by {gain:.3f}"
             if gain > 0
             else f"clustering does not help here, it loses {-gain:.3f}"
         )
-        said.append(f"The same pipeline on a random split of the documents ends at {loss(random)}: {judged}.")
+        judged += f" (± {error:.3f})" if error else ""
+        said.append(
+            f"The same pipeline on a random split of the documents ends at {loss(run.loss(random))}: {judged}."
+        )
     return said
 
 
@@ -148,10 +156,11 @@ def _at_equal_loss(equal: EqualLoss | None) -> list[str]:
     ]
 
 
-def _better(mine: float, other: float) -> str:
-    if abs(mine - other) < LEVEL:
-        return "no difference to speak of"
-    return f"DisCo is {abs(mine - other):.3f} nats a token {'better' if mine < other else 'worse'}"
+def _better(gap: float, error: float) -> str:
+    known = f" (± {error:.3f})" if error else ""
+    if abs(gap) < max(LEVEL, error):
+        return f"no difference to speak of, {gap:+.3f}{known}"
+    return f"DisCo is {abs(gap):.3f}{known} nats a token {'better' if gap < 0 else 'worse'}"
 
 
 def _caveats(run: Run) -> list[Block]:
@@ -176,7 +185,9 @@ def _caveats(run: Run) -> list[Block]:
     used, rows = (run.results.get("validation", {}).get(key) for key in ("rows_used", "rows"))
     if used and rows and used < rows:
         notes.append(f"Evaluated on {used} of {rows} validation rows (evaluate.max_rows).")
-    notes.append(f"One seed ({run.config.seed}): small differences may be chance.")
+    errors = "± is two standard errors over the held-out documents; it knows nothing of other seeds. "
+    known = errors if run.results.get("differences") else ""
+    notes.append(f"{known}One seed ({run.config.seed}): small differences may be chance.")
     return [Text(note, "note") for note in notes]
 
 

@@ -15,7 +15,18 @@ from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen2
 
 from disco.config import ConfigError, Experiment, Task
 from disco.corpus import Corpus, prepare
-from disco.evaluate import evaluate, final, find_tasks, loss_of, losses, measure, models, run_tasks
+from disco.evaluate import (
+    Measured,
+    difference,
+    evaluate,
+    final,
+    find_tasks,
+    loss_of,
+    losses,
+    measure,
+    models,
+    run_tasks,
+)
 from disco.packing import pack
 from disco.routing import RouterCounts, summary
 
@@ -121,7 +132,7 @@ def test_routing_counts_equal_the_top_experts_of_the_router_logits(run, family):
     split = Corpus.open(run.folder / "prepare").split("validation")
     model = build(family)
     rows = pack(split, np.arange(len(split)), LENGTH, "pack", seed=0)
-    entry, routing = measure(model, rows, split, split.source, 2, batch_size=2)
+    entry, routing, *_ = measure(model, rows, split, split.source, 2, batch_size=2)
     expected = np.zeros((2, 2, 4), dtype=int)
     with torch.no_grad():
         for document, inputs, _ in pieces(split):
@@ -137,7 +148,7 @@ def test_routing_counts_equal_the_top_experts_of_the_router_logits(run, family):
 def test_groups_add_up_and_perplexity_is_weighted_by_tokens(run):
     split = Corpus.open(run.folder / "prepare").split("validation")
     rows = pack(split, np.arange(len(split)), LENGTH, "pack", seed=0)
-    entry, routing = measure(build(experts=1), rows, split, split.source, 3, batch_size=4)
+    entry, routing, *_ = measure(build(experts=1), rows, split, split.source, 3, batch_size=4)
     assert routing is None  # one expert: nothing to route
     assert entry["perplexity"] == pytest.approx(math.exp(entry["cross_entropy"]))
     for kind, groups in (("by_cluster", 3), ("by_source", 2)):
@@ -181,6 +192,29 @@ def test_positions_without_a_cluster_do_not_count():
     assert not any(len(module._forward_hooks) for module in model.modules())
 
 
+def test_difference_has_the_error_of_paired_documents():
+    generator = np.random.default_rng(0)
+    labels = np.full(500, 40)
+    common = generator.normal(200, 60, 500)  # hard and easy documents: they cancel
+    gap = generator.normal(4, 2, 500)
+    one, other = (Measured({}, None, sums, labels) for sums in (common + gap, common))
+    found = difference(one, other)
+    assert found["nats"] == pytest.approx(gap.mean() / 40)
+    assert found["standard_error"] == pytest.approx(gap.std(ddof=1) / np.sqrt(500) / 40)
+    assert difference(one, one) == {"nats": 0.0, "standard_error": 0.0}
+
+
+def test_standard_error_agrees_with_a_bootstrap_over_uneven_documents():
+    generator = np.random.default_rng(1)
+    labels = generator.integers(1, 80, 400)
+    gap = labels * generator.normal(0.1, 0.3, 400)
+    zero = np.zeros(400)
+    found = difference(Measured({}, None, gap, labels), Measured({}, None, zero, labels))
+    drawn = generator.integers(0, 400, (4000, 400))
+    bootstrap = (gap[drawn].sum(1) / labels[drawn].sum(1)).std()
+    assert found["standard_error"] == pytest.approx(bootstrap, rel=0.08)
+
+
 def fill(run, names):
     for seed, (name, experts) in enumerate(names.items()):
         build(experts=experts, seed=seed).save_pretrained(run.folder / name)
@@ -203,8 +237,24 @@ def test_evaluate_measures_every_model_there_is(run, tmp_path):
     results = json.loads((tmp_path / "results.json").read_text())
     assert list(results["models"])[3:] == ["merged", "router tuned", "tuned", "joint", "random_split merged"]
     assert results["validation"]["rows_used"] == 2 and len(lines) == 8
+    assert list(results["differences"]) == ["tuned - joint", "random_split merged - tuned"]
+    gap = results["models"]["tuned"]["cross_entropy"] - results["models"]["joint"]["cross_entropy"]
+    assert results["differences"]["tuned - joint"]["nats"] == pytest.approx(gap)
     assert final(models(run.folder, 2)) == "tuned"
     assert final(results["models"], "random_split ") == "random_split merged" and final({}) is None
+
+
+def test_a_model_of_nan_leaves_null_and_no_difference(run, tmp_path):
+    fill(run, {"merge": 4, "finetune": 4, "baselines/joint": 4})
+    model = build()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    model.save_pretrained(run.folder / "baselines/joint")
+    evaluate(run, run.folder, tmp_path, progress=lambda line: None)
+    text = (tmp_path / "results.json").read_text()
+    results = json.loads(text)
+    assert "NaN" not in text and results["models"]["joint"]["cross_entropy"] is None
+    assert "tuned - joint" not in results["differences"]
 
 
 def test_tasks_without_the_package_or_the_folder_are_refused(monkeypatch, tmp_path):

@@ -70,11 +70,11 @@ def test_headline_says_what_it_cost_and_how_good_it_is(full):
     config, html, _ = full
     text = text_of(html)
     assert "DisCo ends at a held-out cross-entropy of 4.810 after training on 2.96M tokens" in text
-    assert "ends at 4.650: DisCo is 0.160 nats a token worse." in text
+    assert "ends at 4.650: DisCo is 0.160 (± 0.008) nats a token worse." in text
     disco, joint = (gather(config, config.folder).bill.pipeline(name) for name in ("DisCo", "joint"))
     assert f"It cost {money(disco.dollars)} against {money(joint.dollars)}" in text
     assert f"({disco.seconds / joint.seconds:.2f} times)" in text
-    assert "clustering helps by 0.030" in text
+    assert "clustering helps by 0.030 (± 0.006)" in text
     assert "Simulated prices: everything ran on cpu" in text and "2026-01" in text
     assert "Start-up of processes is" in text and "One seed (0)" in text
 
@@ -133,9 +133,9 @@ def test_submodels_on_their_own_clusters_are_summed_up(full, tmp_path):
 
 def test_winning_losing_and_a_tie(tmp_path):
     for gap, said in (
-        (-0.2, "0.200 nats a token better"),
-        (0.3, "0.300 nats a token worse"),
-        (0.001, "no difference"),
+        (-0.2, "0.200 (± 0.008) nats a token better"),
+        (0.3, "0.300 (± 0.008) nats a token worse"),
+        (0.007, "no difference to speak of, +0.007 (± 0.008)"),
     ):
         config = fabricate(tmp_path / str(gap), gap=gap)
         assert said in " ".join(verdict(gather(config, config.folder)))
@@ -195,6 +195,7 @@ def test_losses_that_are_not_finite_and_few_rows(tmp_path):
     results = json.loads(file.read_text())
     results["models"]["joint"] |= {"cross_entropy": None, "perplexity": None}
     results["validation"]["rows_used"] = 3
+    del results["differences"]
     results["tasks"] = {"tuned": {"piqa": {"acc": 0.5125}}, "joint": {}}
     file.write_text(json.dumps(results))
     text = text_of(write(config)[0])
