@@ -2,7 +2,20 @@
 
 from bcd.blocks import Block, Partition, Piece, partition
 from bcd.config import Config
+from bcd.engine import Engine, initialize
 from bcd.memory import Estimate, memory, plan
 from bcd.schedule import BlockSchedule
 
-__all__ = ["Block", "BlockSchedule", "Config", "Estimate", "Partition", "Piece", "memory", "partition", "plan"]
+__all__ = [
+    "Block",
+    "BlockSchedule",
+    "Config",
+    "Engine",
+    "Estimate",
+    "Partition",
+    "Piece",
+    "initialize",
+    "memory",
+    "partition",
+    "plan",
+]

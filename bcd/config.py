@@ -59,7 +59,9 @@ class Config(_Section):
 
     gradient_accumulation_steps: int = Field(default=1, ge=1)
     gradient_clipping: float = Field(default=0.0, ge=0, description="largest norm of the active gradients; 0: off")
-    dtype: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="of the model; plain back end")
+    dtype: Literal["fp32", "bf16"] | None = Field(
+        default=None, description="of the weights; None: as the model is. DeepSpeed's own sections win"
+    )
     activation_checkpointing: bool = False
     switch: Literal["reconfigure", "rebuild"] = Field(
         default="reconfigure", description="DeepSpeed: change the one engine, or build a new one at each switch"

@@ -20,6 +20,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from bcd.blocks import Piece, decoder_layers, partition
 from bcd.config import Config, read
+from bcd.plain import UPDATE_CHUNK
 from bcd.trace import Peak, fake_model, peak
 
 GPU_GB = {
@@ -27,7 +28,6 @@ GPU_GB = {
     "l40s": 48, "a100-40": 40, "a100": 80, "h100": 80, "h200": 141, "b200": 180,
 }  # fmt: skip
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-UPDATE_CHUNK = 1 << 26  # elements whose fp32 gradients exist at once in a mixed-precision update
 STEP_BYTES = 4  # torch's AdamW counts steps in an fp32 tensor a parameter
 PERSISTENT = 100_000  # DeepSpeed's param_persistence_threshold: smaller parameters stay whole under ZeRO-3
 

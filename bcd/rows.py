@@ -42,8 +42,10 @@ class ActiveRows:
     """
 
     def __init__(self, model: nn.Module, weight: nn.Parameter, pieces: Sequence[Piece]):
-        self.weight, self.pieces = weight, tuple(pieces)
-        self.parameters = [nn.Parameter(row_view(weight.detach(), piece)) for piece in pieces]
+        self.weight, self.pieces, self.name = weight, tuple(pieces), pieces[0].name
+        rows = [row_view(weight.detach(), piece) for piece in pieces]
+        # Under ZeRO-3 the whole weight is here for a moment only.
+        self.parameters = [nn.Parameter(r.clone() if hasattr(weight, "ds_id") else r) for r in rows]
         self.owners = [
             (module, attribute)
             for module in model.modules()
@@ -63,6 +65,18 @@ class ActiveRows:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def register(self) -> None:
+        """Make the active rows parameters of the module that holds the weight, where DeepSpeed finds them."""
+        module, attribute = self.owners[0]
+        for index, parameter in enumerate(self.parameters):
+            module.register_parameter(f"{attribute}_rows{index}", parameter)
+
+    def unregister(self) -> None:
+        """Undo `register`."""
+        module, attribute = self.owners[0]
+        for index in range(len(self.parameters)):
+            del module._parameters[f"{attribute}_rows{index}"]
 
     def write_back(self) -> None:
         """Copy the active rows into the weight, where they don't share memory with it."""
@@ -93,8 +107,8 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
 
 
-def attach_rows(model: nn.Module, pieces: Sequence[Piece]) -> tuple[list[nn.Parameter], list[ActiveRows]]:
-    """Trainable parameters for `pieces` in order, and the row ranges behind those that are not whole.
+def select(model: nn.Module, pieces: Sequence[Piece]) -> tuple[list[nn.Parameter], list[ActiveRows]]:
+    """Trainable parameters for `pieces` in order, and the row ranges (to `attach`) behind those not whole.
 
     Sets ``requires_grad`` of every parameter of the model: True for whole pieces, False for the rest.
     """
@@ -109,6 +123,4 @@ def attach_rows(model: nn.Module, pieces: Sequence[Piece]) -> tuple[list[nn.Para
             cut.setdefault(piece.name, []).append(piece)
     active = [ActiveRows(model, named[name], parts) for name, parts in cut.items()]
     rows = {p.key: q for item in active for p, q in zip(item.pieces, item.parameters, strict=True)}
-    for item in active:
-        item.attach()
     return [named[p.name] if p.rows is None else rows[p.key] for p in pieces], active

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from bcd.blocks import Piece
-from bcd.rows import attach_rows
+from bcd.rows import select
 
 # Under fake tensors transformers takes a batch for padded or packed and builds a mask, which a real step of
 # whole sequences does without. An attention that it knows no mask for gets none.
@@ -107,7 +107,9 @@ def peak(
 ) -> Peak:
     """Peak of a training step of `model` (built under `fake`) in which `pieces` are trainable."""
     config = model.config.get_text_config()
-    parameters, rows = attach_rows(model, pieces)
+    parameters, rows = select(model, pieces)
+    for item in rows:
+        item.attach()
     tracker = AllocationTracker(config.vocab_size, micro_batch * sequence)
 
     def count_gradient(parameter):

@@ -1,0 +1,55 @@
+"""Stateless updates of the layers above the active block (in the spirit of BREAD, Wang et al. 2025).
+
+Backward passes through these layers anyway; one matrix product more a weight gives its gradient, which is
+used and freed at once, so there is never more than one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from bcd.config import Config
+from bcd.plain import PlainBackend
+
+
+class Expansion:
+    """Moves parameters by ``lr * lr_ratio`` along their gradient scaled to unit root mean square."""
+
+    def __init__(self, backend, config: Config):
+        if not isinstance(backend, PlainBackend):
+            raise ValueError("expansion works without DeepSpeed: drop ds_config, or expansion")
+        self.ratio, self.seed = config.expansion.lr_ratio, config.seed
+        self.parameters: list[nn.Parameter] = []
+        self._handles: list = []
+        self._rate = 0.0
+        self._generator: torch.Generator | None = None
+
+    def attach(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Update `parameters` from now on, and no others."""
+        for handle in self._handles:
+            handle.remove()
+        self.parameters = list(parameters)
+        self._handles = []
+
+    def enable(self, boundary: bool, rate: float) -> None:
+        """Before a forward pass: gradients are made at accumulation boundaries only."""
+        self._rate = rate * self.ratio
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for parameter in self.parameters:
+            parameter.requires_grad_(boundary)
+            if boundary:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._update))
+
+    @torch.no_grad()
+    def _update(self, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        parameter.grad = None
+        rms = torch.linalg.vector_norm(gradient, dtype=torch.float32) / gradient.numel() ** 0.5
+        if not (torch.isfinite(rms) and rms > 0):
+            return
+        parameter.add_((gradient / rms).to(parameter.dtype), alpha=-self._rate)
