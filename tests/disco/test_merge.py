@@ -1,5 +1,7 @@
 import shutil
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from disco.artifacts import ArtifactError
 from disco.checkpoint import Checkpoint, identity
 from disco.config import ConfigError
 from disco.family import moe_blocks, num_experts, renormalizes, with_experts
-from disco.merge import _average, merge
+from disco.merge import average, merge
 from disco.split import split, write_submodel_note
 from tests.disco.tiny_models import DTYPES, FAMILIES, load, same_bits, same_tensors, save, tiny_model
 
@@ -111,20 +113,34 @@ def test_trained_submodels_experts_kept_shared_part_averaged(tmp_path, name, dty
 
 
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
+four = st.lists(numbers, min_size=4, max_size=4)
+shares = st.lists(st.floats(0.01, 1), min_size=1, max_size=8)
+
+
+def raw(values):
+    return bytearray(np.array(values, np.float32).tobytes())
 
 
 @settings(deadline=None)
-@given(
-    base=st.lists(numbers, min_size=4, max_size=4),
-    theta=st.lists(numbers, min_size=4, max_size=4),
-    raw=st.lists(st.floats(0.01, 1), min_size=1, max_size=8),
-)
-def test_average_of_identical_tensors_is_that_tensor(base, theta, raw):
-    weights = [weight / sum(raw) for weight in raw]
-    anchor, value = torch.tensor(base), torch.tensor(theta)
-    data = [bytearray(value.numpy().tobytes()) for _ in weights]
-    found = _average(bytearray(anchor.numpy().tobytes()), data, weights, "F32")
-    assert bytes(found) == value.numpy().tobytes()
+@given(base=four, theta=four, weights=shares)
+def test_average_of_identical_tensors_is_that_tensor(base, theta, weights):
+    weights = [weight / sum(weights) for weight in weights]
+    assert bytes(average(raw(base), [raw(theta) for _ in weights], weights, "F32")) == bytes(raw(theta))
+
+
+@settings(deadline=None)
+@given(base=four, thetas=st.lists(four, min_size=2, max_size=5), data=st.data())
+def test_average_is_the_exact_mean_rounded_once(base, thetas, data):
+    """Against exact rational arithmetic; values of like size, so that float64 has digits to spare."""
+    values = np.array([base, *thetas], np.float32)
+    values = np.where(np.abs(values) < 1e-3, 0.5, np.clip(values, -1e3, 1e3)).astype(np.float32)
+    parts = data.draw(st.lists(st.integers(1, 9), min_size=len(thetas), max_size=len(thetas)))
+    weights = [part / sum(parts) for part in parts]
+    found = average(raw(values[0]), [raw(theta) for theta in values[1:]], weights, "F32")
+    for column, got in enumerate(np.frombuffer(found, np.float32)):
+        total = sum(Fraction(float(value)) * part for value, part in zip(values[1:, column], parts, strict=True))
+        exact = float(total / sum(parts))
+        assert abs(float(got) - exact) <= np.spacing(np.float32(abs(exact))) / 2 + 1e-12
 
 
 @pytest.mark.parametrize("name", FAMILIES)
