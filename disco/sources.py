@@ -36,7 +36,7 @@ def check_sources(corpus: Corpus) -> None:
                 "remove the source or mend its globs"
             )
     for source in corpus.sources:
-        if not source.files and not any(_first_row(source, path) for path in _parts(source)):
+        if not source.files and not any([_first_row(source, path) for path in _parts(source)]):  # opens every one
             raise ConfigError(f"source '{source.name}' holds no rows: remove it")
 
 

@@ -205,6 +205,13 @@ def test_rows_of_every_kind(tmp_path, kind, name):
     assert [number for number, _ in documents(given)] == list(range(len(DOCUMENTS)))
 
 
+def test_every_file_is_opened_before_work_starts(tmp_path):
+    write_rows(tmp_path)
+    (tmp_path / "y.jsonl").write_text('{"n": 1, "body": "a"}\n')
+    with pytest.raises(ConfigError, match="y.jsonl: row 1 has no column 'text'"):
+        check_sources(corpus(source(jsonl=["*.jsonl"], root=str(tmp_path))))
+
+
 def test_local_files_need_no_network(tmp_path, monkeypatch):
     import datasets
 
