@@ -64,6 +64,7 @@ def tracker(
         return Silent()
     try:
         run.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("WANDB_CACHE_DIR", str(run / "wandb" / "cache"))  # a home may be read-only
         started = wandb.init(
             mode=section.wandb,
             project=section.project,

@@ -16,10 +16,12 @@ def section(mode="offline"):
 def no_environment(monkeypatch):
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_CACHE_DIR", "")  # so that it is put back
+    monkeypatch.delenv("WANDB_CACHE_DIR")
 
 
 def test_offline_needs_no_login_and_writes_below_the_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOME", "/proc/none")  # nothing can be written there
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         track = tracker(section(), tmp_path / "run", "run", "train/0#1", {"learning_rate": 1e-3})
