@@ -4,6 +4,7 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
+import wandb
 
 from launch.tracking import Silent, tracker
 
@@ -28,6 +29,7 @@ def test_offline_needs_no_login_and_writes_below_the_run(tmp_path, monkeypatch):
         track.log({"loss": 2.5, "expert_share": [[0.5, 0.5]]}, 1)
         track.finish()
         track.finish()
+    wandb.teardown()  # as at the end of a process: the file is whole only then
     written = list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert len(written) == 1 and b"train/0#1" in written[0].read_bytes()
 
