@@ -1,6 +1,6 @@
 """Routers of a merged model, fitted to send a token where its cluster's expert is.
 
-Shapes: N captured positions, H hidden, E experts (= clusters), L MoE layers.
+Shapes: B rows, S positions of a row, N captured positions, H hidden, E experts (= clusters).
 
 What a router sees depends on the routers before it. All probe rows therefore go through the merged model as one
 batch, once: when the forward pass reaches a router, a hook fits it on what has just arrived, and the pass goes on
@@ -88,7 +88,7 @@ def initialise_router(merged: Path, rows: list[Rows], *, method: str, tokens: in
 def choose(rows: list[Rows], tokens: int, seed: int) -> Probe:
     """Rows of each cluster with about tokens / E labelled positions; documents are fitted or held out whole."""
     quota = -(-tokens // len(rows))
-    batches, documents, clusters = [], [], []
+    batches, documents = [], []
     for cluster, part in enumerate(rows):
         if not part.total_labels:
             raise ConfigError(f"cluster {cluster} has no tokens to fit a router on: set merge.router=random")
@@ -96,14 +96,15 @@ def choose(rows: list[Rows], tokens: int, seed: int) -> Probe:
         _, first = np.unique(part.start[part.pointer[:-1]], return_index=True)
         distinct = np.sort(first)
         enough = np.searchsorted(np.cumsum(part.labels()[distinct]), quota) + 1
-        taken = distinct[:enough]
-        batches.append(part.batch(taken))
-        documents.append(part.documents(taken))
-        clusters.append(np.full(documents[-1].size, cluster))
-    lengths = {batch["input_ids"].shape[1] for batch in batches}
+        batches.append(part.batch(distinct[:enough]))
+        documents.append(part.documents(distinct[:enough]))
+    lengths = {len(part[0]) for part in documents}
     if len(lengths) > 1:
         raise ConfigError(f"rows of {sorted(lengths)} positions cannot be one batch: pack them alike")
-    document, cluster = np.concatenate([part.ravel() for part in documents]), np.concatenate(clusters)
+    document_BS = np.concatenate(documents)
+    width = np.flatnonzero((document_BS >= 0).any(0))[-1] + 1  # short documents alone in long rows
+    document = document_BS[:, :width].ravel()
+    cluster = np.repeat(np.arange(len(rows)), [len(part) * width for part in documents])
     fitted, held_out = [], []
     for index, part in enumerate(rows):
         # Seeded by the cluster's own data, so that its sample does not depend on the order of the clusters.
@@ -113,7 +114,7 @@ def choose(rows: list[Rows], tokens: int, seed: int) -> Probe:
         held = np.isin(document[labelled], _held_out(document[labelled], generator))
         fitted.append(labelled[~held])
         held_out.append(labelled[held])
-    inputs = {key: torch.cat([batch[key] for batch in batches]) for key in ("input_ids", "position_ids")}
+    inputs = {key: torch.cat([batch[key][:, :width] for batch in batches]) for key in ("input_ids", "position_ids")}
     return Probe(inputs, np.concatenate(fitted), np.concatenate(held_out), cluster)
 
 

@@ -1,6 +1,7 @@
 """The model that everything starts from: drawn from scratch by seed, or a checked copy of a checkpoint."""
 
 import difflib
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +39,7 @@ def model_config(raw: dict, tokenizer=None) -> PretrainedConfig:
     Raises ConfigError for a model_type that is no known family, a key that its config class does not have, a
     value of the wrong type, and sizes that do not fit each other.
     """
-    raw = dict(raw)
+    raw = _numbers(raw)
     model_type = raw.pop("model_type", None)
     if model_type not in FAMILIES:
         raise ConfigError(
@@ -64,10 +65,19 @@ def model_config(raw: dict, tokenizer=None) -> PretrainedConfig:
     return with_experts(config, num_experts(config), top_k(config))
 
 
+def _numbers(value):
+    """YAML reads 1e-6 and 1e6, which have no point, as text."""
+    if isinstance(value, dict):
+        return {key: _numbers(inner) for key, inner in value.items()}
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
+        return float(value)
+    return value
+
+
 def _check_sizes(config: PretrainedConfig) -> None:
     for key, value in config.to_dict().items():
         counts = key.endswith(("_size", "_heads", "_layers")) or key.startswith("num_")
-        if counts and isinstance(value, int) and key != "chunk_size_feed_forward" and value < 1:
+        if counts and isinstance(value, int) and value < 1:
             raise ConfigError(f"model.config.{key} is {value}: it has to be at least 1")
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     if heads % groups:

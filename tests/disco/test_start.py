@@ -1,5 +1,6 @@
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -105,6 +106,13 @@ def test_tokenizer_is_saved_and_vocabulary_checked(tmp_path):
 def test_bad_model_config(keys, match):
     with pytest.raises(ConfigError, match=match):
         model_config(raw_config(**keys))
+
+
+def test_numbers_that_yaml_takes_for_text():
+    raw = yaml.safe_load("{rms_norm_eps: 1e-5, rope_parameters: {rope_type: default, rope_theta: 1e6}}")
+    assert raw["rms_norm_eps"] == "1e-5"
+    config = model_config(raw_config(**raw))
+    assert config.rms_norm_eps == 1e-5 and config.rope_parameters["rope_theta"] == 1e6
 
 
 def test_older_keys_are_known():
