@@ -9,7 +9,7 @@ import numpy as np
 
 from fsep.construct import index_copies
 from fsep.jit import jit
-from fsep.route import solve
+from fsep.route import by_node, solve
 
 
 @jit
@@ -25,7 +25,9 @@ def exchange(load_NE, replicas_EN, slots, node_of, node_start, seconds, trials):
     tried = np.empty((trials, 4), np.int64)
     known = 0
     for _ in range(trials):
-        move = _promising(load_NE, replicas_EN, copies, shipments, slots, node_of, seconds, tried[:known])
+        move = _promising(
+            load_NE, replicas_EN, copies, shipments, slots, node_of, node_start, seconds, tried[:known]
+        )
         e, a, y, b = move
         if e < 0:
             break
@@ -47,7 +49,7 @@ def exchange(load_NE, replicas_EN, slots, node_of, node_start, seconds, trials):
 
 
 @jit
-def _promising(load_NE, replicas_EN, copies, shipments, slots, node_of, seconds, tried):
+def _promising(load_NE, replicas_EN, copies, shipments, slots, node_of, node_start, seconds, tried):
     """The untried exchange of the largest estimated gain: (expert e, its device a or -1, expert y or -1, device b).
 
     Device b takes e. With y = -1 into a free slot, with a = -1 in place of y, else y goes to a in return.
@@ -64,6 +66,11 @@ def _promising(load_NE, replicas_EN, copies, shipments, slots, node_of, seconds,
         if node_of[source] != node_of[device_P[p]]:
             cross_P[p] += tokens
             cross_GE[node_of[source], expert_P[p]] += tokens
+    arrive_N = np.zeros(N, np.int64)
+    for p in range(len(expert_P)):
+        arrive_N[device_P[p]] += cross_P[p]
+    demand_GE = by_node(load_NE, node_start)
+    hub = np.argmax(arrive_N)
     count_E = replicas_EN.astype(np.int64).sum(1)
     mean = -(-flow_P.sum() // N)
     worst = np.argmax(load_N)
@@ -93,6 +100,18 @@ def _promising(load_NE, replicas_EN, copies, shipments, slots, node_of, seconds,
                         gain = min(delta, load_N[worst] - load_N[b] - delta) * seconds[0]
                         if gain > best and not _is_tried(tried, e, worst, y, b):
                             best, chosen = gain, (e, worst, y, b)
+            if not free and node_of[b] != node_of[hub]:
+                for m in range(device_start[hub], device_start[hub + 1]):
+                    p = on_device[m]
+                    e = expert_P[p]
+                    change = flow_P[p] - flow_y
+                    if replicas_EN[e, b] or replicas_EN[y, hub] or load_N[b] + change > load_N[worst]:
+                        continue
+                    if load_N[hub] - change > load_N[worst]:
+                        continue
+                    gain = (cross_P[p] - max(0, flow_y - demand_GE[node_of[hub], y])) * seconds[2]
+                    if gain > best and not _is_tried(tried, e, hub, y, b):
+                        best, chosen = gain, (e, hub, y, b)
             if spare:
                 for e in range(E):
                     saved = cross_GE[node_of[b], e]

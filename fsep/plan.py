@@ -95,11 +95,11 @@ def _search(load_NE, slots, node_of, node_start, seconds, trials):
     for way in range(3 + min(trials, OTHER_WAYS)):
         replicas_EN = np.zeros((E, N), np.uint8)
         if way in (0, 1, 3, 4):
-            # Slots kept free for cuts: all that can be needed, a half, none.
-            kept = 0.5 if way == 3 else 0.0 if way == 4 else 1.0
-            room_G = size_G * slots - ((size_G - 1) * kept).astype(np.int64)
-            if G == 1 or np.minimum(room_G, E).sum() < E:
+            if G == 1:
                 continue
+            # Slots kept free for cuts, at most one less than devices in a node: all that there are, a half, none.
+            kept = min(1.0, (N * slots - E) / max(1, N - G)) * (0.5 if way == 3 else 0.0 if way == 4 else 1.0)
+            room_G = size_G * slots - ((size_G - 1) * kept).astype(np.int64)
             if way == 1:
                 hosted_EG = hosts_by_size(load_GE, room_G, size_G)
             else:

@@ -13,6 +13,9 @@ from fsep.jit import jit
 from fsep.layout import Layout
 from fsep.topology import Topology
 
+# Devices times copies up to which routing tries more than two balances.
+SMALL = 1 << 14
+
 
 def route(load: np.ndarray, layout: Layout, topology: Topology) -> np.ndarray:
     """Send every token to a copy of its expert, in little modelled time.
@@ -80,11 +83,12 @@ def by_node(load_NE, node_start):
 
 
 @jit
-def spread(load_NE, copies, ranges, node_of, node_start, total_P):
-    """Who sends what, when copy p computes ``total_P[p]`` tokens: shipments (source [R], copy [R], tokens [R]).
+def spread(load_NE, copies, ranges, node_of, node_start, home_P, away_P):
+    """Who sends what, when copies compute ``home_P + away_P`` tokens: shipments (source [R], copy [R], tokens [R]).
 
     A device serves itself first, then its node, and what a node can't take crosses. Crossing tokens are drawn from
-    a node's devices, and land on a node's copies, in proportion.
+    a node's devices in proportion; they land on the copies with ``away_P`` or, where home tokens were released, on
+    the node's copies in proportion.
     """
     expert_P, device_P, start_E, _, _ = copies
     _, last_P = ranges
@@ -93,7 +97,7 @@ def spread(load_NE, copies, ranges, node_of, node_start, total_P):
     most = N * E + 3 * P + G * E
     source_R, copy_R, tokens_R = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
     R = 0
-    room_P = total_P.copy()
+    room_P = home_P + away_P
     left_N = np.empty(N, np.int64)
     for e in range(E):
         left_N[:] = load_NE[:, e]
@@ -107,22 +111,10 @@ def spread(load_NE, copies, ranges, node_of, node_start, total_P):
             kept = min(tokens, room)
             if kept == 0:
                 continue
-            # What crosses, out or in, is set aside in proportion; running totals rounded down keep it whole.
-            seen = given = 0
-            for i in range(first, last):
-                seen += left_N[i]
-                part = seen * kept // tokens - given
-                given += part
-                left_N[i] -= part
-                source_R[R + i - first] = part  # tokens of device i that stay on the node, for the moment
-            stay = source_R[R : R + last - first].copy()
-            seen = given = 0
-            take = np.empty(hi - lo, np.int64)
-            for q in range(lo, hi):
-                seen += room_P[q]
-                take[q - lo] = seen * kept // room - given
-                given += take[q - lo]
-                room_P[q] -= take[q - lo]
+            stay = _part(left_N[first:last], tokens, kept)
+            take = home_P[lo:hi].copy() if home_P[lo:hi].sum() == kept else _part(room_P[lo:hi], room, kept)
+            left_N[first:last] -= stay
+            room_P[lo:hi] -= take
             for q in range(lo, hi):
                 own = min(stay[device_P[q] - first], take[q - lo])
                 if own > 0:
@@ -154,6 +146,18 @@ def spread(load_NE, copies, ranges, node_of, node_start, total_P):
 
 
 @jit
+def _part(whole, total, wanted):
+    """``wanted`` of ``total = sum(whole)`` in proportion: running totals rounded down, so the parts are whole."""
+    part = np.empty(len(whole), np.int64)
+    seen = given = 0
+    for k in range(len(whole)):
+        seen += whole[k]
+        part[k] = seen * wanted // total - given
+        given += part[k]
+    return part
+
+
+@jit
 def traffic(shipments, device_P, node_of):
     """Largest load of a device, largest in or out over intra-node and over inter-node links, crossing tokens."""
     source_R, copy_R, tokens_R = shipments
@@ -182,8 +186,8 @@ def modelled_seconds(peaks, seconds):
 def solve(load_NE, copies, node_of, node_start, seconds):
     """The routing of least modelled time found, with that time: (shipments, seconds).
 
-    Tried are the best balance with tokens at home, the best of all and, at small sizes, three between: modelled time
-    is convex in the largest load allowed.
+    Tried are the best balance with tokens at home and the best of all; at small sizes also the least traffic between
+    nodes and then the best balance, and three balances in between: modelled time is convex in the largest load.
     """
     N, E = load_NE.shape
     load_GE = by_node(load_NE, node_start)
@@ -191,17 +195,31 @@ def solve(load_NE, copies, node_of, node_start, seconds):
     weight_N = np.ones(N, np.int64)
     work = make_work(N, E, len(copies[0]))
     mean = -(-load_NE.sum() // N)
+    small = N * len(copies[0]) <= SMALL
 
     home_P, away_P = start_flow(load_GE, copies, node_of, ranges)
     load_N = device_loads(copies, home_P, away_P, N)
     local = balance(copies, ranges, weight_N, mean, home_P, away_P, load_N, work)
-    best_R = spread(load_NE, copies, ranges, node_of, node_start, home_P + away_P)
-    best = modelled_seconds(traffic(best_R, copies[1], node_of), seconds)
-    if local == mean or len(node_start) == 2:
+    best_R = spread(load_NE, copies, ranges, node_of, node_start, home_P, away_P)
+    peaks = traffic(best_R, copies[1], node_of)
+    best = modelled_seconds(peaks, seconds)
+    if len(node_start) == 2:
+        return best_R, best
+    if small and peaks[2] * seconds[2] > peaks[1] * seconds[1]:
+        # Links between nodes decide: even out what arrives over them, then what stays at home around it.
+        nothing_P = np.zeros_like(home_P)
+        even_P = away_P.copy()
+        arrive_N = device_loads(copies, nothing_P, even_P, N)
+        balance(copies, ranges, weight_N, -(-even_P.sum() // N), nothing_P, even_P, arrive_N, work)
+        around_P = home_P.copy()
+        around_N = device_loads(copies, around_P, even_P, N)
+        balance(copies, ranges, weight_N, mean, around_P, nothing_P, around_N, work)
+        best, best_R = _better(load_NE, copies, ranges, node_of, node_start, seconds, around_P, even_P, best, best_R)
+    if local == mean:
         return best_R, best
     release(home_P, away_P)
     least = balance(copies, ranges, weight_N, mean, home_P, away_P, load_N, work)
-    for k in range(4 if N * len(copies[0]) <= 1 << 14 else 1):
+    for k in range(4 if small else 1):
         share = least + (local - least) * k // 4
         if share >= local:
             break
@@ -211,8 +229,13 @@ def solve(load_NE, copies, node_of, node_start, seconds):
             push(copies, ranges, home_P, away_P, load_N, share * weight_N, work)
             release(home_P, away_P)
             balance(copies, ranges, weight_N, share, home_P, away_P, load_N, work)
-        shipments = spread(load_NE, copies, ranges, node_of, node_start, away_P)
-        took = modelled_seconds(traffic(shipments, copies[1], node_of), seconds)
-        if took < best:
-            best, best_R = took, shipments
+        best, best_R = _better(load_NE, copies, ranges, node_of, node_start, seconds, home_P, away_P, best, best_R)
     return best_R, best
+
+
+@jit
+def _better(load_NE, copies, ranges, node_of, node_start, seconds, home_P, away_P, best, best_R):
+    """The quicker of a routing known and of one given by its flow: (seconds, shipments)."""
+    shipments = spread(load_NE, copies, ranges, node_of, node_start, home_P, away_P)
+    took = modelled_seconds(traffic(shipments, copies[1], node_of), seconds)
+    return (took, shipments) if took < best else (best, best_R)
