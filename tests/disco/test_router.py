@@ -172,7 +172,7 @@ class TestChoose:
     def test_documents_are_disjoint(self, tmp_path):
         rows = all_rows(tmp_path, 2, documents=6, pieces=4)
         probe = choose(rows, 10_000, 1)
-        documents = np.concatenate([part.documents(np.arange(len(part))).ravel() for part in rows])
+        documents = np.concatenate([part.documents(np.arange(len(part)))[:, :16].ravel() for part in rows])
         fitted, held = set(documents[probe.fitted_N]), set(documents[probe.held_out_N])
         assert fitted and held and not fitted & held and -1 not in fitted | held
         assert len(probe.fitted_N) + len(probe.held_out_N) == 2 * 24 * 16
