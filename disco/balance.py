@@ -194,9 +194,7 @@ def _closest_calls(
         count = min(2 * count, len(order_D))
 
 
-def _transport(
-    cost_BK: np.ndarray, weight_B: np.ndarray, capacity_K: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _transport(cost_BK: np.ndarray, weight_B: np.ndarray, capacity_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Vertex solution [B, K] of the transport problem, and the prices [K] of its clusters."""
     B, K = cost_BK.shape
     # In units of the mean document and the mean cost the solver's absolute tolerances fit.
@@ -205,9 +203,7 @@ def _transport(
     columns = np.tile(np.arange(B * K), 2)
     # The last cluster's capacity follows from the others and is left out.
     keep = rows < B + K - 1
-    matrix = sparse.csr_matrix(
-        (np.ones(keep.sum()), (rows[keep], columns[keep])), shape=(B + K - 1, B * K)
-    )
+    matrix = sparse.csr_matrix((np.ones(keep.sum()), (rows[keep], columns[keep])), shape=(B + K - 1, B * K))
     supply = np.concatenate([weight_B, capacity_K[:-1]]) / unit
     result = linprog((cost_BK / cost_unit).ravel(), A_eq=matrix, b_eq=supply, method="highs-ds")
     if result.status != 0:
