@@ -129,7 +129,7 @@ class Engine:
     def __call__(self, *args, **kwargs):
         """Forward pass of the model."""
         if self._expansion is not None:
-            self._expansion.enable(self.is_gradient_accumulation_boundary(), self.get_lr()[0])
+            self._expansion.enable(self.is_gradient_accumulation_boundary(), self.get_lr()[0], self.micro_steps)
         if self._prefix is not None and torch.is_grad_enabled() and self.module.training:
             return self._prefix.forward(self._backend.forward, args, kwargs)
         return self._backend.forward(*args, **kwargs)

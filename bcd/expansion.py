@@ -25,31 +25,46 @@ class Expansion:
         self.parameters: list[nn.Parameter] = []
         self._handles: list = []
         self._rate = 0.0
-        self._generator: torch.Generator | None = None
+        self.device = next(backend.module.parameters()).device
 
     def attach(self, parameters: Sequence[nn.Parameter]) -> None:
         """Update `parameters` from now on, and no others."""
         for handle in self._handles:
             handle.remove()
-        self.parameters = list(parameters)
         self._handles = []
+        self.parameters = list(parameters)
 
-    def enable(self, boundary: bool, rate: float) -> None:
-        """Before a forward pass: gradients are made at accumulation boundaries only."""
-        self._rate = rate * self.ratio
+    def enable(self, boundary: bool, rate: float, step: int) -> None:
+        """Before a forward pass: gradients are made at accumulation boundaries only. `step` seeds the
+        rounding, so that a resumed run rounds alike."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
         for parameter in self.parameters:
             parameter.requires_grad_(boundary)
-            if boundary:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._update))
+        if not boundary:
+            return
+        self._rate = rate * self.ratio
+        self._generator = torch.Generator(self.device).manual_seed(1_000_003 * self.seed + step)
+        for parameter in self.parameters:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._update))
 
     @torch.no_grad()
     def _update(self, parameter: nn.Parameter) -> None:
-        gradient = parameter.grad
-        parameter.grad = None
+        gradient, parameter.grad = parameter.grad, None
         rms = torch.linalg.vector_norm(gradient, dtype=torch.float32) / gradient.numel() ** 0.5
         if not (torch.isfinite(rms) and rms > 0):
             return
-        parameter.add_((gradient / rms).to(parameter.dtype), alpha=-self._rate)
+        if parameter.dtype == torch.float32:
+            parameter.sub_(gradient * (self._rate / rms))
+            return
+        # Rounded to the nearest, small steps of bf16 weights would all be lost.
+        exact = parameter.float() - gradient.float() * (self._rate / rms)
+        parameter.copy_(_round_at_random(exact, self._generator))
+
+
+def _round_at_random(exact: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """fp32 to bf16, up or down with the probability that keeps the mean."""
+    noise = torch.randint(0, 1 << 16, exact.shape, dtype=torch.int32, device=exact.device, generator=generator)
+    bits = (exact.view(torch.int32) + noise) & -(1 << 16)
+    return bits.view(torch.float32).to(torch.bfloat16)

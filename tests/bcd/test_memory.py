@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from bcd.blocks import partition
 from bcd.cli import main
 from bcd.memory import gpu_gb, memory, plan, shape, state_bytes
-from bcd.rows import attach_rows
+from bcd.rows import select
 from bcd.trace import AllocationTracker, fake_model, peak
 from tests.bcd.models import VOCABULARY, build, llama_config, moe_config
 
@@ -24,7 +24,9 @@ def test_trace_equals_a_real_step_byte_for_byte(config, dtype):
     model, (shapes, fake) = build(config, dtype=dtype), fake_model(config, dtype)
     for block in partition(model, max_block_gb=8e-5).blocks:
         predicted = peak(shapes, fake, block.pieces, micro_batch=2, sequence=17)
-        parameters, rows = attach_rows(model, block.pieces)
+        parameters, rows = select(model, block.pieces)
+        for item in rows:
+            item.attach()
         tracker = AllocationTracker(VOCABULARY, 34)
         with tracker:
             tokens = torch.randint(0, VOCABULARY, (2, 17))
