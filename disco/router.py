@@ -28,7 +28,7 @@ from sklearn.linear_model import LogisticRegression
 from transformers import AutoModelForCausalLM
 
 from disco.artifacts import ArtifactError, write_json
-from disco.checkpoint import Checkpoint
+from disco.checkpoint import FLOATS, Checkpoint
 from disco.config import ConfigError
 from disco.family import moe_blocks, num_experts
 from disco.packing import Rows
@@ -74,7 +74,8 @@ def initialise_router(merged: Path, rows: list[Rows], *, method: str, tokens: in
     for key, parameter in model.named_parameters():
         role = checkpoint.family.role(key)
         if role.kind == "router":
-            checkpoint.tensors[role.template].write(parameter.cpu())
+            stored = checkpoint.tensors[role.template]
+            stored.write(parameter.to("cpu", FLOATS[stored.dtype]))
     report = {
         "method": method,
         "positions": len(probe.fitted_N) + len(probe.held_out_N),
