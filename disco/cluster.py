@@ -90,7 +90,9 @@ def cluster(
         "documents": np.bincount(held_out_D, minlength=k).tolist(),
         "tokens": np.bincount(held_out_D, validation.tokens, k).astype(int).tolist(),
     }
-    notes["files"] = {path.name: file_hash(path) for path in sorted(out.glob("*.*")) if _persisted(path)}
+    notes["files"] = {
+        str(path.relative_to(out)): file_hash(path) for path in sorted(out.rglob("*")) if _persisted(path)
+    }
     write_json(out / "clusters.json", notes)
     progress(
         f"{k} clusters of {len(train):,} documents by {method}: largest {notes['largest']:.3f} x the mean, "
@@ -236,7 +238,7 @@ def kmeans(x_DS: np.ndarray, k: int, *, n_init: int, minibatch_above: int, seed:
         order_D = rng.permutation(len(x_DS))
         for start in range(0, len(order_D), BLOCK):
             batch = np.sort(order_D[start : start + BLOCK])
-            if len(batch) >= k or not start:  # scikit-learn wants k rows a batch
+            if len(batch) >= k:  # scikit-learn wants that many
                 moving.partial_fit(x_DS[batch])
         fitted = moving
     return np.ascontiguousarray(fitted.cluster_centers_, np.float32)
@@ -245,7 +247,7 @@ def kmeans(x_DS: np.ndarray, k: int, *, n_init: int, minibatch_above: int, seed:
 def balanced_kmeans(
     x_DS: np.ndarray, centroids_KS: np.ndarray, tokens_D: np.ndarray, *, rounds: int = 10, gain: float = 1e-3
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Labels [D] of equal tokens a cluster, and their centroids [K, S]: assignment and token-weighted means in turn.
+    """Labels [D] of equal tokens a cluster and centroids [K, S]: assignment and token-weighted means in turn.
 
     Ends after `rounds`, or when a round lowers the token-weighted squared distance by less than a share `gain`.
     """
@@ -306,8 +308,8 @@ def top_terms(tfidf_DV: Any, terms: list[str], label_D: np.ndarray, k: int, coun
     for cluster_ in range(k):
         inside = np.flatnonzero(label_D == cluster_)
         excess_V = np.asarray(tfidf_DV[inside].mean(0)).ravel() - overall_V if len(inside) else -overall_V
-        order = np.argsort(-excess_V, kind="stable")[:count]
-        best.append([terms[index] for index in order if excess_V[index] > 0])
+        order = [index for index in np.argsort(-excess_V, kind="stable") if terms[index] != features.NUMBER]
+        best.append([terms[index] for index in order[:count] if excess_V[index] > 0])
     return best
 
 
@@ -352,7 +354,10 @@ def _write(path: Path, label_D: np.ndarray, nearest_D: np.ndarray, distance_D: n
 
 
 def _persisted(path: Path) -> bool:
-    return path.suffix in (".npy", ".parquet") or path.name == "vectorizer.json"
+    """What `assignments` and `assign` read."""
+    return (
+        path.suffix in (".npy", ".parquet") or path.name == "vectorizer.json" or path.parent.name == "tokenizer"
+    )
 
 
 def assignments(folder: Path, split: str) -> np.ndarray:

@@ -203,7 +203,7 @@ class Finetune(Optimizer):
     collapse_share: Share = Field(
         0.95, description="one expert's share of a layer's tokens that counts as collapsed"
     )
-    collapse_logs: Positive = Field(5, description="stop after so many such logs in a row")
+    collapse_logs: Positive = Field(10, description="stop after so many such logs in a row")
 
 
 class Joint(Section):

@@ -45,7 +45,7 @@ class Job(Section):
     aux_loss: float = 0.0
     z_loss: float = 0.0
     collapse_share: float = 1.0
-    collapse_logs: int = 5
+    collapse_logs: int = 10
     dtype: str
     experts: str
     seed: int

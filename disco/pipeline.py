@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
+import transformers
+
 from disco import artifacts
 from disco.artifacts import ArtifactError
 from disco.check import check
@@ -53,6 +55,7 @@ def run(
         if not any(_named(stage, name) for stage in graph):
             raise ConfigError(f"no stage is called '{name}': {closest(name, graph)}")
     check(config)
+    transformers.utils.logging.disable_progress_bar()
     with artifacts.lock(config.folder):
         (config.folder / "experiment.yaml").write_text(config.dump(), encoding="utf-8")
         again = _again(graph, start, force)

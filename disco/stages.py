@@ -223,8 +223,9 @@ def train_submodel(config: Experiment, prefix: str, submodel: int, out: Path) ->
 def submodel_input(config: Experiment, prefix: str, submodel: int) -> tuple[Rows, dict]:
     """The rows that a submodel trains on and the note of where it belongs, from the run or from a pack."""
     run = config.folder
-    if packed_file(run, submodel).exists():
-        return Rows.load(run / f"rows-{submodel}" / "rows.npz"), artifacts.read_json(packed_file(run, submodel))["note"]
+    packed = packed_file(run, submodel)
+    if packed.exists():
+        return Rows.load(run / f"rows-{submodel}" / "rows.npz"), artifacts.read_json(packed)["note"]
     folder = run / f"{prefix}cluster"
     note = {
         "base": identity(run / "start"),

@@ -93,11 +93,12 @@ def train(job: Job) -> None:
                 share_LE = sums["counts_LE"] / tokens  # of the tokens, so that each layer's sum is top_k
                 row |= {name: sums[name] / tokens for name in ("balance", "z")}
                 row["expert_share"] = share_LE.tolist()
-                collapsed = collapsed + 1 if module.selects and share_LE.max() > job.collapse_share else 0
+                if state["step"] % section.log_every == 0:
+                    collapsed = collapsed + 1 if module.selects and share_LE.max() > job.collapse_share else 0
             if validate:
                 row["validation_loss"] = evaluate_loss(engine, validation, section, rank, device)
             record.log(row, steps)
-            if collapsed >= job.collapse_logs:
+            if collapsed >= job.collapse_logs and state["step"] < steps:
                 raise TrainingError(
                     f"{job.phase}: routing has collapsed: one expert held over {job.collapse_share:.0%} of a "
                     f"layer's tokens in {collapsed} logs running: raise finetune.aux_loss "
@@ -159,8 +160,8 @@ def forward_backward(engine, batches: list[dict], tokens: int) -> dict:
         if batch is not batches[-1]:
             engine.step()  # not a boundary: only counts the micro-batch
         for name in ("cross_entropy", "balance", "z", "counts_LE"):
-            if output[name] is not None:
-                sums[name] = sums.get(name, 0) + output[name].double()
+            if (value := getattr(output, name)) is not None:
+                sums[name] = sums.get(name, 0) + value.double()
     flat = torch.cat([value.reshape(-1) for value in sums.values()])
     if dist.get_world_size() > 1:
         dist.all_reduce(flat)

@@ -1,0 +1,107 @@
+"""The experiment file: overrides, refusals, and every shipped configuration."""
+
+from pathlib import Path
+
+import pytest
+
+from disco.config import ConfigError, Experiment, Optimizer
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+SMALL = {
+    "name": "small",
+    "model": {"config": {"model_type": "qwen2_moe"}},
+    "corpus": {"sources": [{"name": "a", "text": ["a.txt"]}]},
+}
+
+
+def refused(match: str, raw: dict | None = None, overrides: list[str] = (), tmp_path: Path | None = None):
+    with pytest.raises(ConfigError, match=match):
+        if tmp_path is None:
+            Experiment.parse(SMALL | (raw or {}))
+        else:
+            import yaml
+
+            (tmp_path / "e.yaml").write_text(yaml.safe_dump(SMALL | (raw or {})))
+            Experiment.load(tmp_path / "e.yaml", list(overrides))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_parses_and_survives_a_round_trip(path, tmp_path):
+    experiment = Experiment.load(path)
+    (tmp_path / "again.yaml").write_text(experiment.dump())
+    assert Experiment.load(tmp_path / "again.yaml") == experiment
+
+
+def test_there_are_shipped_configs():
+    assert {"quickstart"} <= {path.stem for path in CONFIGS}
+
+
+@pytest.mark.parametrize(
+    ("raw", "match"),
+    [
+        ({"modle": {}}, "unknown key modle: did you mean 'model'"),
+        ({"train": {"lerning_rate": 1}}, "unknown key train.lerning_rate: did you mean 'learning_rate'"),
+        (
+            {"corpus": {"sources": [{"name": "a", "text": ["x"], "colunm": "t"}]}},
+            "unknown key corpus.sources.0.colunm: did you mean 'column'",
+        ),
+        ({"name": ""}, "name is ''"),
+        ({"name": "a/../b"}, "name is 'a/../b'"),
+        ({"seed": -1}, "seed is -1"),
+        ({"model": {}}, "exactly one of model.source"),
+        ({"model": {"config": {"hidden_size": 3}}}, "no model_type"),
+        ({"corpus": {"sources": []}}, "corpus.sources"),
+        ({"corpus": {"sources": [{"name": "a"}]}}, "names nothing to read"),
+        ({"corpus": {"sources": [{"name": "a", "text": ["x"], "hub": "y"}]}}, "names text and hub"),
+        ({"corpus": {"sources": [{"name": "a", "text": ["x"]}] * 2}}, "two sources are named 'a'"),
+        ({"train": {"learning_rate": 0}}, "train.learning_rate is 0"),
+        ({"train": {"learning_rate": "fast"}}, "train.learning_rate is 'fast'"),
+        ({"train": {"batch_size": 6, "micro_batch_size": 4}}, "no(t a)? multiple"),
+        ({"merge": {"router": "prob"}}, "merge.router is 'prob'"),
+    ],
+)
+def test_bad_values_are_refused_with_value_and_place(raw, match):
+    refused(match, raw)
+
+
+@pytest.mark.parametrize(
+    ("override", "match"),
+    [
+        ("train.tokens", "not of the form"),
+        ("train.tokens.x=1", "train.tokens|unknown key"),
+        ("name.x=1", "name is a value"),
+        ("corpus.sources.7.name=b", "'7' is not a position"),
+        ("train.tokens=[1", "not YAML"),
+        ("trian.tokens=1", "unknown key trian: did you mean 'train'"),
+    ],
+)
+def test_bad_overrides_are_refused(override, match, tmp_path):
+    refused(match, overrides=[override], tmp_path=tmp_path)
+
+
+def test_overrides_are_yaml(tmp_path):
+    import yaml
+
+    (tmp_path / "e.yaml").write_text(yaml.safe_dump(SMALL))
+    overrides = ["train.learning_rate=2e-5", "train.tokens=200_000", "baselines=[joint]", "corpus.sources.0.name=b"]
+    experiment = Experiment.load(tmp_path / "e.yaml", overrides)
+    assert experiment.train.learning_rate == 2e-5
+    assert experiment.train.tokens == 200_000
+    assert experiment.baselines == ["joint"]
+    assert experiment.corpus.sources[0].name == "b"
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"- 1\n- 2\n", b"a: [", b""])
+def test_unreadable_files_are_refused(content, tmp_path):
+    (tmp_path / "e.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match="e.yaml"):
+        Experiment.load(tmp_path / "e.yaml")
+    with pytest.raises(ConfigError, match="no such experiment file"):
+        Experiment.load(tmp_path / "none.yaml")
+
+
+def test_batches_divide_into_micro_batches_and_processes():
+    assert Optimizer(batch_size=16).micro_batch == 16
+    assert Optimizer(batch_size=16, processes=2).micro_batch == 8
+    assert Optimizer(batch_size=16, processes=2, micro_batch_size=2).accumulation == 4
