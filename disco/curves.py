@@ -29,9 +29,6 @@ class Used(NamedTuple):
     seconds: float = 0.0
     dollars: float = 0.0
 
-    def plus(self, other: "Used") -> "Used":
-        return Used(*(a + b for a, b in zip(self, other, strict=True)))
-
 
 @dataclass(frozen=True)
 class Curve:

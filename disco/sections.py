@@ -135,7 +135,7 @@ def _equal_loss(run: Run) -> list[Block]:
         Text(f"{said} Training steps alone, without start-up."),
         Table(["", "DisCo, all phases", "joint training, to this loss", "DisCo / joint"], rows),
     ]
-    ratio = _break_even(run, equal.joint.seconds)
+    ratio = _break_even(run, equal.joint.seconds) if equal.exact else None
     if ratio is not None:
         content.append(Text(ratio))
     return content

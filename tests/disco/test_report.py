@@ -177,6 +177,8 @@ MISSING = {
     "one submodel": ({"k": 1}, ["1 clusters of 400"]),
     "nothing trained": ({"phases": ()}, ["no curve", "The ledger is empty", "no routing"]),
     "only joint": ({"phases": ("joint",)}, ["no finite validation loss"]),
+    "far behind": ({"gap": 2.5}, ["its figures are upper bounds", "with at most", "takes at least"]),
+    "tuned from a checkpoint": ({"phases": ("finetune", "joint")}, ["DisCo, all phases"]),
     "nothing killed": ({"killed": False}, ["Nothing was wasted"]),
 }
 
@@ -268,3 +270,47 @@ def test_report_needs_no_more_than_its_blocks(full):
     config, _, _ = full
     kinds = {type(block) for block in blocks(gather(config, config.folder))}
     assert kinds == {Heading, Text, Tiles, Table, Picture, Code}
+
+
+def change(config, name, edit):
+    """Edit each row of a JSON-lines file of the run."""
+    file = config.folder / f"{name}.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(row | edit(row)) + "\n" for row in rows))
+
+
+def test_devices_that_cost_nothing(tmp_path):
+    config = fabricate(tmp_path, phases=("start", "train", "finetune", "joint"))
+    for name in ("metrics", "ledger"):
+        change(config, name, lambda row: {"dollars": 0.0})
+    text = text_of(write(config)[0])
+    assert "It cost" not in text and "at equal loss DisCo takes" not in text and "dollars $0 $0 -" in text
+
+
+def test_no_price_makes_up_for_a_long_fine_tuning(tmp_path):
+    config = fabricate(tmp_path)
+    change(config, "metrics", lambda row: {"seconds": 99 * row["seconds"]} if row["phase"] == "finetune" else {})
+    assert "Break-even at equal loss: rtx4090 against a100: none, fine-tuning alone" in text_of(write(config)[0])
+
+
+def test_random_clusters_and_routers_have_less_to_say(tmp_path):
+    config = fabricate(tmp_path, cluster={"method": "random"})
+    (config.folder / "cluster" / "clusters.json").write_text('{"silhouette": null}')
+    (config.folder / "cluster" / "map.png").unlink()
+    (config.folder / "merge" / "router.json").write_text('{"method": "random", "layers": []}')
+    (config.folder / "merge" / "manifest.json").write_text("{}")
+    text = text_of(write(config)[0])
+    assert "400 training documents by random." in text and "The merged model's router: random." in text
+    assert "cluster 9.5 s, evaluate 33 s" in text
+    (config.folder / "merge" / "router.json").unlink()
+    for stage in ("prepare", "cluster", "evaluate"):
+        (config.folder / stage / "manifest.json").unlink()
+    text = text_of(write(config)[0])
+    assert "The merged model's router" not in text and "Not priced" not in text
+
+
+def test_a_run_without_models(tmp_path):
+    config = fabricate(tmp_path)
+    (config.folder / "evaluate" / "results.json").write_text('{"models": {}}')
+    text = text_of(write(config)[0])
+    assert "No model was evaluated" in text and "there is nothing to compare" in text
