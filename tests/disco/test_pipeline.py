@@ -1,0 +1,310 @@
+"""The whole pipeline on a tiny corpus: end to end, stale stages, damage, kills, packs."""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from disco import artifacts, pack, pipeline
+from disco.artifacts import ArtifactError
+from disco.cluster import assignments
+from disco.config import ConfigError, Experiment
+from disco.corpus import Corpus
+from disco.stages import stages
+from disco.train import curve_points, joint_rows, mixed_rows, submodel_rows
+from launch.ledger import read
+
+WORDS = {
+    "sea": "whale ship sail harpoon ocean captain deck wave storm anchor crew mast".split(),
+    "law": "court judge statute appeal contract clause licence liability party breach terms notice".split(),
+}
+
+
+def corpus(folder: Path, documents: int = 60) -> None:
+    """Two domains with words of their own, as JSON lines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, words in WORDS.items():
+        draw = random.Random(name)
+        lines = [" ".join(draw.choice(words) for _ in range(draw.randint(30, 60))) for _ in range(documents)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+
+
+def tiny_experiment(folder: Path, **changed) -> dict:
+    raw = {
+        "name": "tiny",
+        "runs": str(folder / "runs"),
+        "model": {
+            "config": {
+                "model_type": "qwen2_moe",
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "num_experts": 2,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+                "shared_expert_intermediate_size": 32,
+                "intermediate_size": 32,
+                "max_position_embeddings": 64,
+            }
+        },
+        "corpus": {
+            "sources": [{"name": name, "jsonl": [str(folder / "corpus" / f"{name}.jsonl")]} for name in WORDS],
+            "tokenizer": {"kind": "train", "vocab_size": 300},
+            "sequence_length": 32,
+            "validation": 0.1,
+        },
+        "cluster": {"dimensions": 8},
+        "seed_phase": {"tokens": 2048, "batch_size": 4, "learning_rate": 3e-3},
+        "train": {"tokens": 4096, "batch_size": 4, "learning_rate": 3e-3, "checkpoint_every": 4},
+        "finetune": {"tokens": 1024, "router_tokens": 512, "batch_size": 4, "checkpoint_every": 4},
+        "evaluate": {"curve_points": 2, "curve_rows": 4},
+        "tracking": {"wandb": "disabled"},
+        "launch": {"parallel": 2, "threads": 1},
+    }
+    for key, value in changed.items():
+        raw[key] = raw[key] | value if isinstance(raw.get(key), dict) else value
+    return raw
+
+
+def write(folder: Path, **changed) -> Path:
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tiny_experiment(folder, **changed)))
+    return path
+
+
+def model_hashes(run: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(run.rglob("*.safetensors"))
+        if ".partial" not in str(path)
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Experiment:
+    """A run with all stages and both baselines, made once."""
+    folder = tmp_path_factory.mktemp("finished")
+    corpus(folder / "corpus")
+    config = Experiment.load(write(folder, baselines=["joint", "random_split"]))
+    pipeline.run(config, say=lambda text: None)
+    return config
+
+
+def test_every_stage_is_fresh_and_nothing_runs_twice(finished):
+    assert set(pipeline.status(finished).values()) == {pipeline.FRESH}
+    before = {name: artifacts.manifest(finished.folder / name)["finished"] for name in stages(finished)}
+    said = []
+    pipeline.run(finished, say=said.append)
+    assert said == [f"{name}: fresh" for name in stages(finished)]
+    assert before == {name: artifacts.manifest(finished.folder / name)["finished"] for name in stages(finished)}
+
+
+@pytest.mark.parametrize("stage", ["initial", "start", "train/0", "merge", "finetune", "baselines/joint"])
+def test_model_folders_open_in_plain_transformers(finished, stage):
+    folder = finished.folder / stage
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("the whale and the court", return_tensors="pt").input_ids
+    assert torch.isfinite(model(ids).logits).all()
+    assert model.config.vocab_size >= len(tokenizer)
+
+
+def test_joint_training_sees_exactly_the_tokens_of_disco(finished):
+    rows = read(finished.folder / "metrics.jsonl")
+    last = {row["phase"]: row["tokens"] for row in rows}
+    parts = ["start", "train/0", "train/1", "finetune_router", "finetune"]
+    assert last["baselines/joint"] == sum(last[part] for part in parts)
+    data = Corpus.open(finished.folder / "prepare")
+    labels = assignments(finished.folder / "cluster", "train")
+    tune, seed = finished.finetune, finished.seed_phase
+    seen = [submodel_rows(finished, data, labels, k) for k in range(2)]
+    seen += [
+        mixed_rows(finished, data, seed, seed.tokens, 1),
+        mixed_rows(finished, data, tune, tune.router_tokens, 2),
+    ]
+    seen += [mixed_rows(finished, data, tune, tune.tokens, 3)]
+    joint = joint_rows(finished, data, labels, 2)
+
+    def pieces(parts):
+        return sorted((int(a), int(b)) for part in parts for a, b in zip(part.start, part.length, strict=True))
+
+    assert pieces([joint]) == pieces(seen)
+
+
+def test_the_ledger_bills_every_training_at_its_price(finished):
+    rows = read(finished.folder / "ledger.jsonl")
+    phases = {row["phase"] for row in rows}
+    trained = {name for name, stage in stages(finished).items() if stage.trains}
+    assert phases == trained
+    for row in rows:
+        expected = 2.28 if "finetune" in row["phase"] or "joint" in row["phase"] else 0.35
+        assert row["price_per_hour"] == expected
+        assert row["dollars"] == pytest.approx(row["seconds"] * row["devices"] * expected / 3600)
+        assert row["kind"] == "simulated"
+    tokens = {phase: sum(row["tokens"] for row in rows if row["phase"] == phase) for phase in phases}
+    metrics = {row["phase"]: row["tokens"] for row in read(finished.folder / "metrics.jsonl")}
+    assert tokens == metrics
+
+
+def test_clusters_partition_the_corpus_and_find_the_domains(finished):
+    data = Corpus.open(finished.folder / "prepare").split("train")
+    labels = assignments(finished.folder / "cluster", "train")
+    assert len(labels) == len(data)
+    agreement = np.mean(labels == data.source)
+    assert max(agreement, 1 - agreement) > 0.9
+
+
+def test_curve_points_end_at_the_last_step(finished):
+    rows = mixed_rows(finished, Corpus.open(finished.folder / "prepare"), finished.finetune, 1024, 3)
+    assert curve_points(finished, rows, finished.finetune) == [4, 8]
+
+
+def test_a_changed_section_makes_only_what_depends_on_it_stale(finished):
+    changed = finished.model_copy(update={"merge": finished.merge.model_copy(update={"backbone": "uniform"})})
+    states = pipeline.status(changed)
+    assert states["train/1"] == pipeline.FRESH
+    assert states["merge"] == pipeline.STALE
+    assert states["finetune"] == pipeline.WAITING
+    assert states["baselines/joint"] == pipeline.FRESH
+    quiet = finished.model_copy(update={"train": finished.train.model_copy(update={"log_every": 3})})
+    assert set(pipeline.status(quiet).values()) == {pipeline.FRESH}
+
+
+def test_an_edited_source_file_makes_the_corpus_stale(finished, tmp_path):
+    source = Path(finished.corpus.sources[0].jsonl[0])
+    before = source.read_bytes()
+    try:
+        source.write_bytes(before + b'{"text": "one more document about the whale and the storm"}\n')
+        assert pipeline.status(finished)["prepare"] == pipeline.STALE
+    finally:
+        source.write_bytes(before)
+    assert pipeline.status(finished)["prepare"] == pipeline.FRESH
+
+
+def test_damage_is_named_and_rebuilt_only_when_asked(finished):
+    path = finished.folder / "merge" / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    with pytest.raises(
+        ArtifactError, match=r"model\.safetensors: .* expected: rebuild it with --force merge"
+    ):
+        pipeline.run(finished, until="merge", say=lambda text: None)
+    assert path.stat().st_size == len(whole) - 100
+    pipeline.run(finished, until="merge", force=["merge"], say=lambda text: None)
+    assert path.read_bytes() == whole
+    assert set(pipeline.status(finished).values()) == {pipeline.FRESH}
+
+
+def test_unknown_stages_are_refused(finished):
+    with pytest.raises(ConfigError, match="no stage is called 'finetun': did you mean 'finetune'"):
+        pipeline.run(finished, until="finetun")
+
+
+def test_a_second_run_of_the_same_folder_is_refused(finished):
+    with artifacts.lock(finished.folder), pytest.raises(ArtifactError, match="another disco process"):
+        pipeline.run(finished)
+
+
+def test_the_report_names_both_costs(finished):
+    page = (finished.folder / "report" / "report.html").read_text()
+    assert "simulated" in page
+    assert "joint" in page
+    assert (finished.folder / "report" / "report.md").exists()
+
+
+def test_a_packed_submodel_trains_elsewhere_to_the_same_weights(finished, tmp_path):
+    """Pack, unpack in another folder, train there with the command line, collect: the very same checkpoint."""
+    archive = pack.pack(finished, 1, tmp_path)
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path, filter="data")
+    away = tmp_path / "tiny-submodel-1"
+    command = [sys.executable, "-m", "disco.cli", "train", "experiment.yaml", "--submodel", "1"]
+    done = subprocess.run(command, cwd=away, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = away / "tiny-submodel-1.result.tar"
+    home = finished.model_copy(update={"runs": str(tmp_path / "home")})
+    shutil.copytree(finished.folder, home.folder)
+    reference = model_hashes(home.folder)
+    with pytest.raises(ArtifactError, match="is there already"):
+        pack.collect(home, result)
+    shutil.rmtree(home.folder / "train" / "1")
+    bill = len(read(home.folder / "ledger.jsonl"))
+    assert pack.collect(home, result) == "train/1"
+    assert model_hashes(home.folder) == reference
+    assert set(pipeline.status(home).values()) == {pipeline.FRESH}
+    assert len(read(home.folder / "ledger.jsonl")) > bill
+    reseeded = home.model_copy(update={"train": home.train.model_copy(update={"learning_rate": 1e-3})})
+    shutil.rmtree(home.folder / "train" / "1")
+    with pytest.raises(ArtifactError, match="another configuration or seed"):
+        pack.collect(reseeded, result)
+
+
+@pytest.mark.parametrize("what", ["missing", "garbage", "escape", "not a result", "edited"])
+def test_bad_results_are_refused(finished, tmp_path, what):
+    result = tmp_path / "bad.tar"
+    if what == "garbage":
+        result.write_bytes(os.urandom(2000))
+    elif what != "missing":
+        with tarfile.open(result, "w") as tar:
+            if what == "escape":
+                info = tarfile.TarInfo("../../escaped")
+                info.size = 4
+                tar.addfile(info, io.BytesIO(b"evil"))
+            elif what == "not a result":
+                tar.add(finished.folder / "cluster", arcname="cluster")
+            else:
+                shutil.copytree(finished.folder / "train" / "0", tmp_path / "work" / "submodel")
+                weights = tmp_path / "work" / "submodel" / "model.safetensors"
+                weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+                tar.add(tmp_path / "work", arcname="work")
+    with pytest.raises(ArtifactError, match=r"bad\.tar|model\.safetensors"):
+        pack.collect(finished, result)
+    assert not (finished.folder / "collect.partial").exists()
+    assert not (finished.folder.parent / "escaped").exists()
+
+
+def test_kills_at_any_moment_change_no_bit(finished, tmp_path):
+    """SIGKILL the whole run several times, then let it finish: the same weights, and nothing done twice."""
+    folder = tmp_path
+    shutil.copytree(Path(finished.corpus.sources[0].jsonl[0]).parent, folder / "corpus")
+    path = write(folder)
+    config = Experiment.load(path)
+    command = [sys.executable, "-m", "disco.cli", "run", str(path)]
+    draw = random.Random(3)
+    kept: dict[str, float] = {}
+    for _ in range(4):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=draw.uniform(4, 14))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        time.sleep(0.2)
+        for manifest in config.folder.rglob("manifest.json"):
+            if ".partial" not in str(manifest):
+                name = str(manifest.parent)
+                stamp = json.loads(manifest.read_text())["finished"]
+                assert kept.setdefault(name, stamp) == stamp, f"{name} was made twice"
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    got, expected = model_hashes(config.folder), model_hashes(finished.folder)
+    assert got
+    assert got == {name: value for name, value in expected.items() if name in got}
+    assert {"train/0/model.safetensors", "finetune/model.safetensors"} <= got.keys()
