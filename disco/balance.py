@@ -72,8 +72,8 @@ def priced_assignment(
         wrong = np.flatnonzero(wrong)
         open_D[wrong[np.argsort(margin_D[wrong], kind="stable")][: open_D.sum()]] = True
     label_D[open_D] = _round(part_BK, weight_D[open_D])
-    label_D[weight_D == 0] = cheapest_D[weight_D == 0]
-    return label_D, prices_K
+    label_D[weight_D == 0] = cost_DK[weight_D == 0].argmin(1)
+    return _fill_empty(label_D, weight_D, cost_DK), prices_K
 
 
 def even_cut(order_D: np.ndarray, weights_D: np.ndarray, clusters: int) -> np.ndarray:
@@ -89,6 +89,25 @@ def even_cut(order_D: np.ndarray, weights_D: np.ndarray, clusters: int) -> np.nd
     middle_D = np.cumsum(weight_D) - weight_D / 2
     label_D = np.empty(len(weight_D), np.int64)
     label_D[order_D] = np.minimum((middle_D * (clusters / total)).astype(np.int64), clusters - 1)
+    return _fill_empty(label_D, np.asarray(weights_D), np.zeros((1, clusters)))
+
+
+def _fill_empty(label_D: np.ndarray, weight_D: np.ndarray, cost_DK: np.ndarray) -> np.ndarray:
+    """Give each cluster without weight the cheapest document that another can spare, if there is one.
+
+    Only documents about as heavy as a whole cluster leave one empty: the largest then outweighs the mean, so
+    that taking a document from a cluster of several keeps every cluster within the largest of the mean.
+    """
+    holding_K = np.bincount(label_D[weight_D > 0], minlength=cost_DK.shape[1])
+    for empty in np.flatnonzero(holding_K == 0):
+        spare = np.flatnonzero((weight_D > 0) & (holding_K[label_D] > 1))
+        if not len(spare):
+            break
+        rows = spare if len(cost_DK) > 1 else np.zeros(len(spare), np.int64)
+        rise = weight_D[spare] * (cost_DK[rows, empty] - cost_DK[rows, label_D[spare]])
+        moved = spare[np.argmin(rise)]
+        holding_K[[label_D[moved], empty]] += (-1, 1)
+        label_D[moved] = empty
     return label_D
 
 

@@ -118,7 +118,10 @@ def _by_features(
     if section.features == "tfidf":
         progress(f"tf-idf on {len(sample):,} documents")
         vectorizer, sample_tfidf = features.fit_tfidf(
-            train.texts(sample), dimensions=section.dimensions, max_terms=section.max_terms, seed=seed
+            train.texts(sample),
+            dimensions=section.dimensions or max(32, 2 * k),
+            max_terms=section.max_terms,
+            seed=seed,
         )
         sample_terms = vectorizer.terms
     else:
@@ -208,8 +211,8 @@ def _refuse_few_distinct(x_DS: np.ndarray, k: int) -> None:
 
 def _refuse_small(label_D: np.ndarray, tokens_D: np.ndarray, k: int, minimum: int, balance: str) -> None:
     documents_K, tokens_K = np.bincount(label_D, minlength=k), np.bincount(label_D, tokens_D, k)
-    smallest = int(np.argmin(np.where(documents_K == 0, -1, tokens_K)))
-    if documents_K[smallest] and tokens_K[smallest] >= minimum:
+    smallest = int(tokens_K.argmin())
+    if tokens_K[smallest] >= max(minimum, 1):
         return
     remedy = "" if balance == "tokens" else "set cluster.balance=tokens, "
     holds = f"cluster {smallest} holds {documents_K[smallest]} documents of {int(tokens_K[smallest])} tokens"
@@ -355,9 +358,7 @@ def _write(path: Path, label_D: np.ndarray, nearest_D: np.ndarray, distance_D: n
 
 def _persisted(path: Path) -> bool:
     """What `assignments` and `assign` read."""
-    return (
-        path.suffix in (".npy", ".parquet") or path.name == "vectorizer.json" or path.parent.name == "tokenizer"
-    )
+    return path.suffix in (".npy", ".parquet") or path.name == "vectorizer.json" or path.parent.name == "tokenizer"
 
 
 def assignments(folder: Path, split: str) -> np.ndarray:

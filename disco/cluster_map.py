@@ -57,7 +57,7 @@ def draw_map(
         )
     dots = [Line2D([], [], ls="", marker="o", color=colour_of[k], label=f"cluster {k}") for k in range(clusters)]
     shapes = [
-        Line2D([], [], ls="", marker=MARKERS[code % len(MARKERS)], color="grey", label=sources[code])
+        Line2D([], [], ls="", marker=MARKERS[code % len(MARKERS)], mfc="none", mec="black", label=sources[code])
         for code in np.unique(source_D)
     ]
     figure.legend(

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import numpy as np
 from safetensors import safe_open
 from scipy import sparse
-from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
 from sklearn.preprocessing import normalize
+from sklearn.utils.extmath import randomized_svd
 
 from disco.artifacts import read_json, write_json
 
@@ -85,8 +85,9 @@ def fit_tfidf(
 ) -> tuple[TfIdf, sparse.csr_matrix]:
     """Fit terms, idf and singular vectors on `texts`, read once; also returns their tf-idf rows [D, V].
 
-    Terms occur in at least 2 documents (3 from 1,000, 5 from 10,000 on) and in at most half of them, are no
-    English stop words, and are the `max_terms` that occur most. `dimensions` is clipped to what the rank allows.
+    Terms occur in at least 2 documents (3 from 1,000, 5 from 10,000 on) and in at most half of them (where there
+    are such), are no English stop words, and are the `max_terms` that occur most. `dimensions` is clipped to
+    what the rank allows.
     Raises ValueError if no term is left.
     """
     position: dict[str, int] = {}
@@ -94,9 +95,11 @@ def fit_tfidf(
     documents = counts_DV.shape[0]
     in_documents_V = np.bincount(counts_DV.indices, minlength=len(position))
     least = 2 + (documents >= 1_000) + 2 * (documents >= 10_000)
-    keep_V = (in_documents_V >= least) & (in_documents_V <= max(least, 0.5 * documents))
-    keep_V &= [term not in ENGLISH_STOP_WORDS for term in position]
-    chosen = np.flatnonzero(keep_V)
+    keep_V = in_documents_V >= least
+    keep_V &= np.fromiter((term not in ENGLISH_STOP_WORDS for term in position), bool, len(position))
+    rare_V = keep_V & (in_documents_V <= max(least, 0.5 * documents))
+    # Where nothing but common words is left (texts from one template), they are better than nothing.
+    chosen = np.flatnonzero(rare_V if rare_V.any() else keep_V)
     if not len(chosen):
         raise ValueError(
             f"the {documents} documents share no word (one that {least} of them hold, and no stop word): "
@@ -110,10 +113,7 @@ def fit_tfidf(
     tfidf_DV = _weigh(counts_DV[:, chosen], idf_V)
     # The smallest singular value of a full decomposition is noise, and the randomised one wants fewer.
     dimensions = max(1, min(dimensions, documents - 1, len(chosen) - 1))
-    if len(chosen) == 1:
-        components_SV = np.ones((1, 1), np.float32)
-    else:
-        components_SV = TruncatedSVD(dimensions, random_state=seed).fit(tfidf_DV).components_
+    _, _, components_SV = randomized_svd(tfidf_DV, dimensions, n_iter=5, random_state=seed)
     fitted = TfIdf(
         terms=[names[index] for index in chosen],
         idf_V=idf_V,
@@ -256,12 +256,14 @@ def mean_embedding(model_folder: Path, tokenizer: Any) -> MeanEmbedding:
 
 def mean_hidden(model_folder: Path, tokenizer: Any, window: int) -> MeanHidden:
     """Open a whole checkpoint for its hidden states; documents are read `window` tokens at a time."""
+    import torch
     from transformers import AutoModelForCausalLM
 
     model, info = AutoModelForCausalLM.from_pretrained(model_folder, output_loading_info=True)
     if info["missing_keys"]:
         raise ValueError(f"{model_folder}: {sorted(info['missing_keys'])[0]} is missing from the checkpoint")
-    return MeanHidden(tokenizer=tokenizer, model=model.eval(), model_folder=Path(model_folder), window=window)
+    model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    return MeanHidden(tokenizer=tokenizer, model=model, model_folder=Path(model_folder), window=window)
 
 
 def load(folder: Path) -> Vectorizer:
