@@ -1,10 +1,37 @@
-"""Load traces, cost model, expert placement and token routing for mixture-of-experts training."""
+"""Load traces, cost model, expert placement and token routing for mixture-of-experts training.
 
-from fsep.cost import Cost, cost
-from fsep.layout import Layout
-from fsep.plan import plan
-from fsep.route import route
-from fsep.topology import HARDWARE, Topology
-from fsep.traces import LoadTrace, synthesize
+Names are imported on first use, so that ``import fsep`` and ``fsep --help`` stay quick.
+"""
 
-__all__ = ["HARDWARE", "Cost", "Layout", "LoadTrace", "Topology", "cost", "plan", "route", "synthesize"]
+from importlib import import_module
+
+_MODULE_OF = {
+    "Cost": "costs",
+    "Forecaster": "forecast",
+    "HARDWARE": "topology",
+    "Layout": "layout",
+    "LoadTrace": "traces",
+    "Planner": "online",
+    "Topology": "topology",
+    "TraceRecorder": "record",
+    "cost": "costs",
+    "layout_bound": "bounds",
+    "lower_bound": "bounds",
+    "plan": "planner",
+    "route": "routing",
+    "route_copies": "routing",
+    "simulate": "simulation",
+    "synthesize": "traces",
+}
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str):
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'fsep' has no attribute {name!r}")
+    return getattr(import_module(f"fsep.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

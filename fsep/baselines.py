@@ -18,7 +18,7 @@ from fsep.check import check_load, check_slots
 from fsep.jit import jit
 from fsep.layout import Layout
 from fsep.place import apportion, even_counts, place, place_over_nodes
-from fsep.route import modelled_seconds, traffic
+from fsep.routing import modelled_seconds, traffic
 from fsep.topology import Topology
 
 

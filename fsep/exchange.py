@@ -9,7 +9,7 @@ import numpy as np
 
 from fsep.construct import index_copies
 from fsep.jit import jit
-from fsep.route import by_node, solve
+from fsep.routing import by_node, solve
 
 
 @jit

@@ -7,7 +7,7 @@ their weight is the least share that can work, and becomes the next share tried 
 cut). It ends at the optimum of the linear program, in whole tokens.
 
 Sources are not kept: copies of an expert on one node are neighbours in ``Copies``, so two numbers a copy suffice, and
-``route.spread`` restores who sends what.
+``routing.spread`` restores who sends what.
 
 Shapes: G nodes, E experts, N devices, P copies.
 """

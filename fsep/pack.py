@@ -49,9 +49,7 @@ def pack(size_M, cap_B, slots_B, spaced):
                 if spare >= bins - 1:
                     # Later bins keep a spare slot for each cut between them.
                     need = max(0, m - slots_left + bins - 2)
-                first, count, step, piece = _with_cut(
-                    size, m, want, need, slots_B[b] - 1, (m - 1) // bins, spaced
-                )
+                first, count, step, piece = _with_cut(size, m, want, need, slots_B[b] - 1, (m - 1) // bins, spaced)
             else:
                 exact = False
                 first, count, extra = _whole(size, m, want, min(slots_B[b], m))

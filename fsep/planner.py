@@ -19,7 +19,7 @@ from fsep.exchange import exchange
 from fsep.jit import jit
 from fsep.layout import Layout
 from fsep.place import apportion, even_counts, place, place_over_nodes
-from fsep.route import by_node, solve, traffic
+from fsep.routing import by_node, solve, traffic
 from fsep.topology import Topology
 
 # A new layout must be this much quicker, relatively, than ``previous`` to replace it.
@@ -78,6 +78,12 @@ def plan(
     if previous is not None:
         replicas_EN = _settle(load_NE, replicas_EN, seconds, previous.replicas, *shape)
     return Layout(replicas_EN, slots)
+
+
+def modelled_time(load: np.ndarray, layout: Layout, topology: Topology) -> float:
+    """Seconds of a step under ``route``; ``load`` [N, E] may be a forecast, and is then rounded as by ``plan``."""
+    load_NE = check_load(load, topology, experts=layout.experts, whole=False)
+    return solve(load_NE, layout.copies, topology.node_of, topology.node_start, topology.seconds)[1]
 
 
 @jit

@@ -214,7 +214,9 @@ def solve(load_NE, copies, node_of, node_start, seconds):
         around_P = home_P.copy()
         around_N = device_loads(copies, around_P, even_P, N)
         balance(copies, ranges, weight_N, mean, around_P, nothing_P, around_N, work)
-        best, best_R = _better(load_NE, copies, ranges, node_of, node_start, seconds, around_P, even_P, best, best_R)
+        best, best_R = _better(
+            load_NE, copies, ranges, node_of, node_start, seconds, around_P, even_P, best, best_R
+        )
     if local == mean:
         return best_R, best
     release(home_P, away_P)

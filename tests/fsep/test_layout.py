@@ -12,7 +12,10 @@ def test_table_copies_and_back():
     assert copies.expert.tolist() == [0, 0, 1, 1, 2]
     assert copies.device.tolist() == [0, 2, 1, 2, 0]
     assert copies.start.tolist() == [0, 2, 4, 5]
-    on_device = [copies.on_device[a:b].tolist() for a, b in zip(copies.device_start[:-1], copies.device_start[1:], strict=True)]
+    on_device = [
+        copies.on_device[a:b].tolist()
+        for a, b in zip(copies.device_start[:-1], copies.device_start[1:], strict=True)
+    ]
     assert on_device == [[0, 4], [2], [1, 3]]
 
 
