@@ -19,8 +19,11 @@ class PlainBackend:
     rank, world_size, kind = 0, 1, "plain"
 
     def __init__(self, model: nn.Module, config: Config):
-        self.module = model if config.dtype is None else model.to(DTYPES[config.dtype])
-        self.config = config
+        self.module, self.config = model, config
+        if config.dtype is not None:
+            # Not the buffers: rotary frequencies in bf16 would blur positions.
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(DTYPES[config.dtype])
         self.accumulation = config.gradient_accumulation_steps
         self.rows: list[ActiveRows] = []
         self.optimizer: torch.optim.Optimizer | None = None

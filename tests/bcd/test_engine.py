@@ -72,7 +72,9 @@ def test_one_block_with_everything_is_adamw_bit_for_bit(steps_per_block, state):
 
 
 def test_bf16_is_adamw_on_fp32_master_weights():
-    model = build(llama_config()).to(torch.bfloat16)
+    model = build(llama_config())
+    for p in model.parameters():
+        p.data = p.data.bfloat16()
     masters = [p.detach().float() for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-2, weight_decay=0.01)
     for index in range(5):
