@@ -209,7 +209,9 @@ class Finetune(Optimizer):
 class Joint(Section):
     """What the joint baseline does differently from `finetune`, whose settings it takes otherwise."""
 
-    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    learning_rate: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="absent = the highest of the stages' from scratch, finetune's from a checkpoint"
+    )
     batch_size: Positive | None = None
     warmup: Share | None = None
 

@@ -25,6 +25,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
+from threadpoolctl import threadpool_limits
 from transformers import AutoModelForCausalLM
 
 from disco.artifacts import ArtifactError, write_json
@@ -175,7 +176,8 @@ def fit_probe(features_NH: np.ndarray, cluster_N: np.ndarray, experts: int, l2: 
     scale_H = np.sqrt((features_NH**2).mean(0))
     scale_H[scale_H == 0] = 1
     model = LogisticRegression(C=l2, fit_intercept=False, max_iter=ITERATIONS)
-    with warnings.catch_warnings():
+    # One thread: the products are small, and their last bits then do not depend on the number of threads.
+    with warnings.catch_warnings(), threadpool_limits(1):
         # Stopping early only regularises a little more; the held-out accuracy tells what came of it.
         warnings.simplefilter("ignore", ConvergenceWarning)
         model.fit(features_NH / scale_H, cluster_N)

@@ -6,6 +6,7 @@
 `initial`. The baselines are more stages of the same kinds under `baselines/`.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,18 +119,14 @@ def _disco(config: Experiment, prefix: str, method: str | None) -> Iterator[Stag
             minimum_tokens=config.train.batch_size * config.corpus.sequence_length,
         ),
     )
+    if not prefix and not starts_single(config):
+        for submodel in range(k):
+            make = functools.partial(split, run / "start", submodel)
+            yield Stage(begins_from(config, submodel), ("start",), {}, make)
     for submodel in range(k):
-        begin = begins_from(config, submodel)
-        if begin != "start" and not prefix:
-            yield Stage(
-                begin,
-                ("start",),
-                {},
-                lambda out, submodel=submodel: split(run / "start", submodel, out),
-            )
         yield Stage(
             f"{prefix}train/{submodel}",
-            ("prepare", f"{prefix}cluster", begin),
+            ("prepare", f"{prefix}cluster", begins_from(config, submodel)),
             {"train": _dump(config.train), "submodel": submodel},
             lambda out, submodel=submodel: train_submodel(config, prefix, submodel, out),
             trains=True,
@@ -180,7 +177,7 @@ def _joint(config: Experiment) -> Iterator[Stage]:
             {"model": _dump(config.model)},
             lambda out: initial_model(config, _corpus(config), out, single_expert=False),
         )
-    changed = config.joint.model_dump(exclude_none=True)
+    changed = {"learning_rate": joint_rate(config)} | config.joint.model_dump(exclude_none=True)
     section = config.finetune.model_copy(update=changed)
     phases = {
         "seed_phase": _dump(config.seed_phase),
@@ -202,6 +199,14 @@ def _joint(config: Experiment) -> Iterator[Stage]:
         ),
         trains=True,
     )
+
+
+def joint_rate(config: Experiment) -> float:
+    """Learning rate of the joint baseline: from scratch the highest of the stages that it stands for."""
+    sections = [config.finetune]
+    if config.model.source is None:
+        sections += [config.train, *([config.seed_phase] if config.seed_phase.tokens else [])]
+    return max(section.learning_rate for section in sections)
 
 
 def train_submodel(config: Experiment, prefix: str, submodel: int, out: Path) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from disco import artifacts, pack, pipeline
@@ -203,9 +204,7 @@ def test_damage_is_named_and_rebuilt_only_when_asked(finished):
     path = finished.folder / "merge" / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-100])
-    with pytest.raises(
-        ArtifactError, match=r"model\.safetensors: .* expected: rebuild it with --force merge"
-    ):
+    with pytest.raises(ArtifactError, match=r"model\.safetensors: .* expected: rebuild it with --force merge"):
         pipeline.run(finished, until="merge", say=lambda text: None)
     assert path.stat().st_size == len(whole) - 100
     pipeline.run(finished, until="merge", force=["merge"], say=lambda text: None)
@@ -308,3 +307,52 @@ def test_kills_at_any_moment_change_no_bit(finished, tmp_path):
     assert got
     assert got == {name: value for name, value in expected.items() if name in got}
     assert {"train/0/model.safetensors", "finetune/model.safetensors"} <= got.keys()
+
+
+def test_a_checkpoint_is_split_trained_and_merged_again(finished, tmp_path):
+    """From a finished MoE, with its own tokenizer and router: experts change, frozen parts and router do not."""
+    raw = tiny_experiment(tmp_path, name="again", runs=str(tmp_path / "runs"))
+    raw["model"] = {"source": str(finished.folder / "finetune")}
+    raw["corpus"] = finished.corpus.model_dump(mode="json", exclude_none=True) | {"tokenizer": {"kind": "model"}}
+    raw["seed_phase"], raw["finetune"] = {"tokens": 0}, {"tokens": 0}
+    raw["train"] |= {"tokens": 512, "mode": "expert"}
+    raw["merge"] = {"router": "original"}
+    config = Experiment.parse(raw)
+    pipeline.run(config, say=lambda text: None)
+    source = load_file(finished.folder / "finetune" / "model.safetensors")
+    merged = load_file(config.folder / "merge" / "model.safetensors")
+    assert source.keys() == merged.keys()
+    for name in source:
+        assert torch.equal(source[name], merged[name]) == (".experts." not in name), name
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"cluster": {"k": 3}}, "cluster.k is 3 but the model has 2 experts"),
+        ({"hardware": {"train": "rtx4909"}}, "hardware.train.*rtx4090"),
+        ({"merge": {"router": "original"}}, "merge.router is 'original'"),
+        ({"merge": {"backbone": [1.0, 2.0, 3.0]}}, "merge.backbone is .*needs 2 weights"),
+        ({"merge": {"backbone": [0.0, 0.0]}}, "of positive sum"),
+        ({"corpus": {"sequence_length": 128}}, "corpus.sequence_length is 128.*max_position_embeddings is 64"),
+        ({"train": {"processes": 1000, "batch_size": 1000}}, "train.processes is 1000 but this machine has"),
+        ({"cluster": {"features": "embedding"}, "seed_phase": {"tokens": 0}}, "the model is untrained"),
+        ({"corpus": {"sources": [{"name": "gone", "jsonl": ["nowhere/*.jsonl"]}]}}, "gone.*nowhere"),
+        ({"model": {"config": {"model_type": "llama"}}}, "llama"),
+        ({"model": {"config": {"model_type": "qwen2_moe", "hiden_size": 8}}}, "did you mean 'hidden_size'"),
+        ({"model": {"source": "no/such/folder/at/all", "config": None}}, "no such folder"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_work(tmp_path, changed, match):
+    corpus(tmp_path / "corpus")
+    config = Experiment.load(write(tmp_path, **changed))
+    with pytest.raises(ConfigError, match=match):
+        pipeline.run(config)
+    assert not (config.folder / "prepare").exists()
+
+
+def test_a_cluster_smaller_than_a_batch_is_refused(tmp_path):
+    corpus(tmp_path / "corpus", documents=12)
+    config = Experiment.load(write(tmp_path, train={"batch_size": 64}))
+    with pytest.raises(ConfigError, match="train.batch_size"):
+        pipeline.run(config, until="cluster")
