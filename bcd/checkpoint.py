@@ -46,9 +46,10 @@ def find(folder: Path, tag: str | None) -> Path | None:
         if not (folder / "latest").is_file():
             return None
         tag = (folder / "latest").read_text().strip()
-    if not (folder / tag).is_dir():
-        raise ValueError(f"no checkpoint {tag!r} in {folder}")
-    return folder / tag
+    for name in (tag, f"{tag}.old"):  # the old one stands in if a process died while it was being replaced
+        if (folder / name).is_dir():
+            return folder / name
+    raise ValueError(f"no checkpoint {tag!r} in {folder}")
 
 
 def read_state(path: Path, backend) -> dict[str, Any]:

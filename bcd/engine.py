@@ -105,6 +105,7 @@ class Engine:
         self.global_steps = self.skipped_steps = self.micro_steps = 0
         self._since_switch = 0
         self._pending = False  # gradients that no update has used yet
+        self._applied = False
         self._rate: float | None = None
         self._grad_norm: float | None = None
         self._kept: dict[str, GroupState] = {}  # state of inactive groups, in host memory
@@ -148,12 +149,12 @@ class Engine:
         """Once after each `backward`. At an accumulation boundary: update, and go on to the next blocks when
         the active ones had theirs."""
         boundary = self.is_gradient_accumulation_boundary()
-        applied, norm = self._backend.step(self.get_lr()[0], boundary)
+        self._applied, norm = self._backend.step(self.get_lr()[0], boundary)
         self.micro_steps += 1
         if not boundary:
             return
         self._pending, self._grad_norm = False, norm
-        if not applied:
+        if not self._applied:
             self.skipped_steps += 1
             return
         self.global_steps += 1
@@ -190,6 +191,10 @@ class Engine:
     def get_global_grad_norm(self) -> float | None:
         """Norm of the active gradients of the last update, before clipping; None before the first."""
         return self._grad_norm
+
+    def was_step_applied(self) -> bool:
+        """True if the last `step` updated the weights."""
+        return self._applied
 
     def get_lr(self) -> list[float]:
         """Learning rate of the next update, one entry a parameter group."""

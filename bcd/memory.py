@@ -20,6 +20,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from bcd.blocks import Piece, decoder_layers, partition
 from bcd.config import Config, read
+from bcd.groups import make_groups
 from bcd.plain import UPDATE_CHUNK
 from bcd.trace import Peak, fake_model, peak
 
@@ -304,8 +305,8 @@ class _Predictor:
             sizes = tuple(tuple(piece.shape for piece in block.pieces) for block in blocks)
             if sizes not in seen:
                 seen.add(sizes)
-                groups = [cut.always_on] if cut.always_on else []
-                yield "+".join(b.name for b in blocks), groups + [block.pieces for block in blocks]
+                groups = make_groups(cut.always_on, blocks, config)
+                yield "+".join(block.name for block in blocks), [group.pieces for group in groups]
 
     def _one(self, name, groups, config, devices, stage, offload, micro_batch, reduce_bucket, fused) -> Estimate:
         item = DTYPES[self.dtype].itemsize

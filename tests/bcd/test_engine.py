@@ -306,9 +306,10 @@ def test_skipped_updates_do_not_count():
         engine.backward(engine(**batch(0)).loss * float("nan"))
         engine.step()
     assert (engine.global_steps, engine.skipped_steps, engine.schedule.inner_step) == (0, 3, 0)
+    assert not engine.was_step_applied()
     assert changed(before, engine.module) == set() and math.isnan(engine.get_global_grad_norm())
     train(engine, 1)
-    assert engine.global_steps == 1 and math.isfinite(engine.get_global_grad_norm())
+    assert engine.was_step_applied() and engine.global_steps == 1 and math.isfinite(engine.get_global_grad_norm())
 
 
 def test_switch_and_save_in_the_middle_of_an_accumulation_are_errors(tmp_path):
@@ -442,6 +443,9 @@ def test_a_checkpoint_can_be_written_again(tmp_path):
     other = start(build(llama_config()))
     other.load_checkpoint(tmp_path)
     assert other.global_steps == 1
+    # A process that dies while it replaces a checkpoint leaves the old one beside its place.
+    (tmp_path / "same").rename(tmp_path / "same.old")
+    assert other.load_checkpoint(tmp_path)[0] == str(tmp_path / "same.old")
 
 
 KILLED = """

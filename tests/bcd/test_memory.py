@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+import bcd
 from bcd.blocks import partition
 from bcd.cli import main
 from bcd.memory import gpu_gb, memory, plan, shape, state_bytes
@@ -40,6 +41,47 @@ def test_trace_equals_a_real_step_byte_for_byte(config, dtype):
             p.grad = None
         assert predicted.total == tracker.peak
         gc.collect()
+
+
+def step(engine):
+    """Bytes beyond the weights at the peak of one update."""
+    state = sum(t.nbytes for s in engine.optimizer.state.values() for t in s.values())
+    state += sum(m.nbytes for m in sum(engine._backend.masters, []) if not isinstance(m, torch.nn.Parameter))
+    highest = 0
+    for _ in range(engine.gradient_accumulation_steps()):
+        gradients = sum(p.grad.nbytes for p in engine._backend.parameters if p.grad is not None)
+        with AllocationTracker() as tracker:
+            tokens = torch.randint(0, VOCABULARY, (2, 24))
+            loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+            engine.backward(loss)
+            del loss, tokens
+            engine.step()
+        highest = max(highest, state + gradients + tracker.peak)
+    return highest
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(granularity="module", activation_checkpointing=True),
+        dict(max_block_gb=1e-4, always_on=["*norm*"], gradient_accumulation_steps=2),
+        dict(granularity={"all": ["*"]}),
+    ],
+    ids=["layer", "module", "rows", "all"],
+)
+def test_predicted_peak_is_the_measured_one(options, dtype):
+    config = llama_config(width=64)
+    predicted = memory(config, config=options, dtype=dtype, sequence=24, micro_batch=2, fused=False)
+    engine = bcd.initialize(model=build(config), config=dict(options, dtype=dtype, steps_per_block=9))
+    highest = 0
+    for _ in engine.partition.blocks:
+        step(engine)  # makes the moments, which count as state
+        highest = max(highest, step(engine))
+        engine.switch()
+    weights = sum(p.nbytes for p in engine.module.parameters())
+    assert predicted.total == pytest.approx(weights + highest, rel=0.1)
 
 
 def test_logits_are_known_by_their_shape():
