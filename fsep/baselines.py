@@ -75,8 +75,8 @@ def laer(load: np.ndarray, topology: Topology, slots: int) -> Layout:
 
     Two candidates for the number of copies: one a node and the rest by a priority queue on load a copy, and all
     slots split evenly. In descending load a copy, each goes to the least loaded device with a free slot among the
-    nodes with the fewest copies of its expert. The candidate quicker under lite routing is kept. Where there are too
-    few slots for one copy a node, the queue starts from one in all.
+    nodes with the fewest copies of its expert. The candidate quicker under lite routing is kept. Where there
+    are too few slots for one copy a node, the queue starts from one in all.
     """
     load_NE, slots = _checked(load, topology, slots)
     N, E = load_NE.shape

@@ -74,7 +74,7 @@ def _solve(
     apart: bool,
     time_limit: float | None,
 ) -> float:
-    """Minimise 3 T / rate + comm over flow f[g, e, j], own flow s[j, e], placement x[e, j], largest load T, comm K."""
+    """Minimise T and K weighed: flow f[g, e, j], own flow s[j, e], placement x[e, j], largest load T, comm K."""
     N, E = load_NE.shape
     total = load_NE.sum()
     if total == 0:

@@ -6,8 +6,8 @@ augmenting paths to devices below it (Dinic). When no path is left, the devices 
 their weight is the least share that can work, and becomes the next share tried (Newton's method on the parametric
 cut). It ends at the optimum of the linear program, in whole tokens.
 
-Sources are not kept: copies of an expert on one node are neighbours in ``Copies``, so two numbers a copy suffice, and
-``routing.spread`` restores who sends what.
+Sources are not kept: copies of an expert on one node are neighbours in ``Copies``, so two numbers a copy suffice,
+and ``routing.spread`` restores who sends what.
 
 Shapes: G nodes, E experts, N devices, P copies.
 """
@@ -67,7 +67,7 @@ def device_loads(copies, home_P, away_P, N):
 
 @jit
 def make_work(N, E, P):
-    """Scratch arrays of ``push`` for one size: levels and current arcs of devices, home hubs and away hubs; paths."""
+    """Scratch arrays of ``push`` for one size: levels and current arcs of devices, home and away hubs; paths."""
     levels = np.empty(N, np.int64), np.empty(P, np.int64), np.empty(E, np.int64)
     arcs = np.empty(N, np.int64), np.empty(P, np.int64), np.empty(E, np.int64)
     return levels, arcs, np.empty(N, np.int64), np.empty((3, N + 1), np.int64)
@@ -189,8 +189,8 @@ def balance(copies, ranges, weight_N, share, home_P, away_P, load_N, work):
         copies, ranges: ``Copies`` of the layout and its ``node_ranges``.
         weight_N: int64, the relative capacity of each device.
         share: int, tokens a unit of weight, to start from.
-        home_P, away_P, load_N: int64, a whole flow (``start_flow``, ``device_loads``), changed in place. To let home
-            tokens leave their node, call them away tokens (``release``).
+        home_P, away_P, load_N: int64, a whole flow (``start_flow``, ``device_loads``), changed in place. To let
+            home tokens leave their node, call them away tokens (``release``).
 
     Returns:
         The smallest share not below the one given that the placement allows.

@@ -10,7 +10,8 @@ import numpy as np
 from fsep.traces import LoadTrace
 
 KINDS = ("last", "mean", "trend")
-# Weight of the newest load in the moving average, of the newest change in the trend, of the newest error in the score.
+# Weights of the newest load in the moving average, the newest change in the trend, the newest error in the score.
+# Chosen for the early and the late steps of a trace alike: the average should neither lag nor follow noise.
 NEW = 0.5
 NEW_CHANGE = 0.2
 NEW_ERROR = 0.1
@@ -84,7 +85,7 @@ def relative_error(forecast_NE: np.ndarray, load_NE: np.ndarray) -> float:
 
 
 def forecast_errors(trace: LoadTrace, horizon: int = 1, *, first_step: int = 0) -> dict[str, float]:
-    """Mean ``relative_error`` of every kind over a trace's layers and steps from ``first_step``, micro-batches summed."""
+    """Mean ``relative_error`` of every kind over layers and steps from ``first_step``, micro-batches summed."""
     found: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "auto")}
     for layer in range(trace.layers):
         loads = trace.tokens[:, layer].sum(1, dtype=np.int64)

@@ -15,7 +15,7 @@ def jit(function: Callable) -> Callable:
     """Compile ``function`` with numba, without the interpreter lock, cached on disk for the next start.
 
     numba notices a change in a function's own file but not in the functions that it calls, so the cache folder
-    carries a digest of the whole package. Where no folder can be written, each process compiles afresh.
+    carries a digest of all files with compiled functions. Where no folder can be written, each process compiles afresh.
     """
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(_cache_folder())
@@ -33,7 +33,9 @@ def _cache_folder() -> Path:
     package = Path(__file__).parent
     digest = hashlib.blake2b(digest_size=8)
     for source in sorted(package.glob("*.py")):
-        digest.update(source.read_bytes())
+        text = source.read_bytes()
+        if b"fsep.jit" in text:
+            digest.update(text)
     if numba.config.CACHE_DIR:
         base = Path(numba.config.CACHE_DIR)
     elif os.access(package, os.W_OK):

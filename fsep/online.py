@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class Planner:
     """Keeps one layout a layer in step with the load, the same on every rank.
 
-    Call ``observe`` once a step on every rank; read ``layouts`` in between. Ranks agree by construction: each rank's
-    counts are all-reduced, so all plan from identical integers with a deterministic planner, in a background thread
-    that no step waits for. A later ``observe`` adopts the plan only when every rank has it and the ranks' hashes
+    Call ``observe`` once a step on every rank; read ``layouts`` in between. Ranks agree by construction: each
+    rank's counts are all-reduced, so all plan from identical integers with a deterministic planner, in a background
+    thread that no step waits for. A later ``observe`` adopts the plan only when every rank has it and the ranks' hashes
     are equal; when one is late all wait for the next step, when hashes differ all drop it (``rejected`` counts
     these) and keep the old layouts.
 

@@ -186,8 +186,8 @@ def modelled_seconds(peaks, seconds):
 def solve(load_NE, copies, node_of, node_start, seconds):
     """The routing of least modelled time found, with that time: (shipments, seconds).
 
-    Tried are the best balance with tokens at home and the best of all; at small sizes also the least traffic between
-    nodes and then the best balance, and three balances in between: modelled time is convex in the largest load.
+    Tried are the best balance with tokens at home and the best of all; at small sizes also the least traffic
+    between nodes and then the best balance, and three balances in between: modelled time is convex in the load.
     """
     N, E = load_NE.shape
     load_GE = by_node(load_NE, node_start)
