@@ -83,14 +83,15 @@ class Engine:
         )
         self._trainable = {name for name, p in model.named_parameters() if p.requires_grad}
         self._depths = depths(model, self.partition.layers)
-        if config.activation_checkpointing:
-            # Under ZeRO-3 a weight is whole in forward and empty when its recomputation is compared.
+        if config.activation_checkpointing or getattr(model, "is_activation_checkpointing", False):
+            # Recomputation without reentry is the one that needs no gradient at its input: with the other a
+            # block above frozen layers would get none, and transformers therefore makes the embeddings'
+            # output require one, which sends backward all the way down.
             zero3 = (ds_config or {}).get("zero_optimization", {}).get("stage") == 3
+            # Under ZeRO-3 a weight is whole in forward and empty when its recomputation is compared.
             check = {"determinism_check": "none"} if zero3 else {}
-            model.gradient_checkpointing_enable({"use_reentrant": False, **check})
-        if getattr(model, "is_gradient_checkpointing", False):
-            # transformers makes the embeddings' output require a gradient, and backward would go all the
-            # way down; recomputation without reentry does not need it.
+            model.disable_input_require_grads()  # a second call below would leave a first hook in place
+            model.activation_checkpointing_enable({"use_reentrant": False, **check})
             model.disable_input_require_grads()
         if ds_config is None:
             self._backend = PlainBackend(model, config)

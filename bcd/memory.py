@@ -236,7 +236,7 @@ class _Predictor:
 
     def _peak(self, pieces: tuple[Piece, ...], micro_batch: int, checkpointing: bool, accumulation: int) -> Peak:
         if checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.activation_checkpointing_enable({"use_reentrant": False})
             self.model.disable_input_require_grads()
         try:
             return peak(
@@ -249,7 +249,7 @@ class _Predictor:
             )
         finally:
             if checkpointing:
-                self.model.gradient_checkpointing_disable()
+                self.model.activation_checkpointing_disable()
             for name, parameter in self.model.named_parameters():
                 parameter.requires_grad_(name not in self.frozen)
 

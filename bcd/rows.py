@@ -67,13 +67,32 @@ class ActiveRows:
         self._handles.clear()
 
     def register(self) -> None:
-        """Make the active rows parameters of the module that holds the weight, where DeepSpeed finds them."""
+        """Make the active rows parameters of the module that holds the weight, where DeepSpeed finds them.
+
+        State dicts stay those of the model as it was.
+        """
         module, attribute = self.owners[0]
-        for index, parameter in enumerate(self.parameters):
-            module.register_parameter(f"{attribute}_rows{index}", parameter)
+        names = [f"{attribute}_rows{index}" for index in range(len(self.parameters))]
+        for name, parameter in zip(names, self.parameters, strict=True):
+            module.register_parameter(name, parameter)
+
+        def before(module, prefix, keep_vars):
+            if not hasattr(self.weight, "ds_id"):
+                self.write_back()
+
+        def after(module, state_dict, prefix, metadata):
+            for name in names:
+                del state_dict[prefix + name]
+
+        self._registration = [
+            module.register_state_dict_pre_hook(before),
+            module.register_state_dict_post_hook(after),
+        ]
 
     def unregister(self) -> None:
         """Undo `register`."""
+        for handle in self._registration:
+            handle.remove()
         module, attribute = self.owners[0]
         for index in range(len(self.parameters)):
             del module._parameters[f"{attribute}_rows{index}"]

@@ -202,14 +202,10 @@ class DeepSpeedBackend:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Weights that this rank has to save: all on rank 0, under ZeRO-3 its share on each rank."""
+        if self.stage < 3:
+            return self.module.state_dict() if self.rank == 0 else {}
         self._write_rows_back()
-        if self.stage == 3:
-            return self._buffers() | {name: p.ds_tensor.detach() for name, p in self._own_parameters().items()}
-        if self.rank > 0:
-            return {}
-        rows = {id(p) for item in self.rows for p in item.parameters}
-        state = self.module.state_dict(keep_vars=True)
-        return {name: value.detach() for name, value in state.items() if id(value) not in rows}
+        return self._buffers() | {name: p.ds_tensor.detach() for name, p in self._own_parameters().items()}
 
     def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
         """Undo `weights`, while no group is active."""

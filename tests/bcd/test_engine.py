@@ -253,9 +253,11 @@ def test_a_weight_changed_meanwhile_stays_changed():
 def test_backward_stops_at_the_active_block_and_gradients_are_the_full_ones():
     reference = build(llama_config(layers=4))
     reference(**batch(0)).loss.backward()
-    for checkpointing in (False, True):
+    for checkpointing in (False, True, "by the user"):
         model = build(llama_config(layers=4))
-        engine = start(model, activation_checkpointing=checkpointing, weight_decay=0.0)
+        if checkpointing == "by the user":
+            model.activation_checkpointing_enable({"use_reentrant": True})
+        engine = start(model, activation_checkpointing=checkpointing is True, weight_decay=0.0)
         for block in engine.partition.blocks:
             calls, entered = [0] * 4, set()
             handles = [
