@@ -135,7 +135,7 @@ def collect(
 
     experiment = _load(config, None)
     for result in results:
-        _say(f"{pack.collect(experiment, result)}: taken from {result}")
+        _say(pack.collect(experiment, result))
 
 
 @app.command("fetch-corpus")

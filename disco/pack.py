@@ -72,7 +72,7 @@ def train_packed(config: Experiment, submodel: int) -> Path:
 
 
 def collect(config: Experiment, result: Path) -> str:
-    """Take a result file back into the run. Returns the stage's name.
+    """Take a result file back into the run. Returns what became of it, in words.
 
     Raises ArtifactError where the file is damaged, or made from another experiment, clustering or start.
     """
@@ -109,12 +109,17 @@ def _take(config: Experiment, result: Path, work: Path) -> str:
         raise ArtifactError(f"{result}: {stage.name} was trained from {what} than this run has: pack it again")
     target = config.folder / stage.name
     if target.exists():
-        raise ArtifactError(f"{target} is there already: remove it to take {result} instead")
+        present = artifacts.manifest(target)
+        if present["fingerprint"] == manifest["fingerprint"]:
+            return f"{stage.name}: there already, the same to the last byte"
+        if present["key"] == manifest["key"]:
+            raise ArtifactError(f"{target} is there already, with other weights: remove it to take {result} instead")
+        shutil.rmtree(target)  # stale: made from something else than this run has now
     target.parent.mkdir(parents=True, exist_ok=True)
     for name in ("ledger.jsonl", "metrics.jsonl"):
         _append_new(config.folder / name, root / name, stage.name)
     (root / "submodel").rename(target)
-    return stage.name
+    return f"{stage.name}: taken from {result}"
 
 
 def _append_new(home: Path, carried: Path, phase: str) -> None:
