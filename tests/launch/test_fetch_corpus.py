@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch import corpus_text
 from launch import fetch_corpus as fc
 
 PROSE = "The whale swam on under the evening sky while the crew looked over the rail. " * 4
@@ -41,14 +42,17 @@ def test_html_keeps_the_readable_text_only():
     <pre>SELECT  1
   FROM t;</pre><br><img class="toc" src="x.png">After.
     <script>if (a < b) { x() }</script><div class="navfooter">Up</div></body></html>"""
-    assert fc.normalise(fc.strip_markup(page)) == (
+    assert corpus_text.normalise(corpus_text.strip_markup(page)) == (
         "SELECT\n\nReads rows & columns , a query.\n\nint\t4 bytes\n\ntext\tany\n\nSELECT  1\n  FROM t;\n\nAfter."
     )
 
 
 def test_markup_left_open_is_read_to_the_end():
-    assert fc.normalise(fc.strip_markup("</p></div><p>one<p>two <b>three &lt; four")) == "one\n\ntwo three < four"
-    assert fc.strip_markup("") == ""
+    assert (
+        corpus_text.normalise(corpus_text.strip_markup("</p></div><p>one<p>two <b>three &lt; four"))
+        == "one\n\ntwo three < four"
+    )
+    assert corpus_text.strip_markup("") == ""
 
 
 def sword_module(folder: Path, blocks: list[str]) -> None:
@@ -72,7 +76,7 @@ def test_sword_module_gives_chapters_without_tags(tmp_path):
         '<l sID="a"/>second line<l eID="a"/></lg><chapter eID="Gen.2"/>'
     )
     sword_module(tmp_path / "modules/web", [book, "<w>Without</w> chapters"])
-    texts = {path: fc.normalise(text) for path, text in fc.sword_chapters(tmp_path)}
+    texts = {path: corpus_text.normalise(text) for path, text in corpus_text.sword_chapters(tmp_path)}
     assert texts == {
         "modules/web/ot.bzz#Gen.1": "Genesis\n\nIn the beginning, God made “light”.",
         "modules/web/ot.bzz#Gen.2": "first line\n\nsecond line",
@@ -85,10 +89,10 @@ def test_markdown_loses_links_and_navigation(tmp_path):
     footer = '[‹ A.0](a.md "Go to previous page")\n[up](u.md "Go to parent page")\n'
     write(tmp_path, "doc/markdown/secA1.md.gz", text + footer)
     write(tmp_path, "doc/markdown/links.md", "links")
-    extract = fc.files(r"/markdown/\w+\.md(\.gz)?", fc.strip_markdown, without=r"/links\.md")
+    extract = corpus_text.files(r"/markdown/\w+\.md(\.gz)?", corpus_text.strip_markdown, without=r"/links\.md")
     (document,) = extract(tmp_path)
     assert document[0] == "doc/markdown/secA1.md.gz"
-    assert fc.normalise(document[1]) == "# Title\n\nSee the next\nsection and **this** [1]."
+    assert corpus_text.normalise(document[1]) == "# Title\n\nSee the next\nsection and **this** [1]."
 
 
 def test_rst_loses_comments_targets_and_contents():
@@ -125,7 +129,7 @@ Text.
 .. |copy| replace:: c
 .. [1] a footnote
 """
-    kept = fc.normalise(fc.strip_rst(text))
+    kept = corpus_text.normalise(corpus_text.strip_rst(text))
     assert kept == (
         "=====\nTitle\n=====\n\nText.\n\n  After the index.\n\n   A quotation, not a comment.\n\n"
         ".. note:: A note\n   with a body.\n.. |copy| replace:: c\n.. [1] a footnote"
@@ -137,7 +141,7 @@ def test_files_reads_latin1_and_follows_no_links(tmp_path):
     (tmp_path / "a/y.txt").write_bytes("café".encode("latin-1"))
     (tmp_path / "b").symlink_to(tmp_path / "a")
     (tmp_path / "a/z.txt").symlink_to(tmp_path / "a/x.txt")
-    assert list(fc.files(r".*\.txt", str)(tmp_path)) == [("a/x.txt", "plain"), ("a/y.txt", "café")]
+    assert list(corpus_text.files(r".*\.txt", str)(tmp_path)) == [("a/x.txt", "plain"), ("a/y.txt", "café")]
 
 
 KEPT_AND_NOT = {
@@ -178,15 +182,16 @@ def test_table_is_sound():
 
 
 def test_normalise():
-    assert fc.normalise("\ufeffe\u0301\x0c\x00 a\xa0b \t\r\nc\r\r\n\n\n\n d\u2028e\xad\n") == "é a b\nc\n\n d\ne"
-    assert fc.normalise("\n\n    indented\n") == "    indented"
+    normalise = corpus_text.normalise
+    assert normalise("\ufeffe\u0301\x0c\x00 a\xa0b \t\r\nc\r\r\n\n\n\n d\u2028e\xad\n") == "é a b\nc\n\n d\ne"
+    assert normalise("\n\n    indented\n") == "    indented"
 
 
 @settings(deadline=None)
 @given(st.text())
 def test_normalise_is_stable_and_clean(text):
-    once = fc.normalise(text)
-    assert fc.normalise(once) == once
+    once = corpus_text.normalise(text)
+    assert corpus_text.normalise(once) == once
     assert "\n\n\n" not in once and unicodedata.is_normalized("NFC", once)
     assert not any(unicodedata.category(c) == "Cc" and c not in "\n\t" for c in once)
 
@@ -260,7 +265,7 @@ ALPHA = fc.Domain(
     ecosystem="deb",
     packages=("alpha-doc-7", "alpha-doc-[0-9]*", "alpha-doc"),
     licence="MIT",
-    extract=fc.files(r"page\.txt", str),
+    extract=corpus_text.files(r"page\.txt", str),
     characters=(200, 10_000),
 )
 BETA = replace(ALPHA, name="beta", ecosystem="npm", packages=("@x/beta@1.0", "@x/beta"))
