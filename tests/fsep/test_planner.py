@@ -10,7 +10,7 @@ from fsep.planner import modelled_time
 
 @st.composite
 def problems(draw, most_devices=10, most_experts=12):
-    """(load [N, E], topology, slots) of any shape: nodes even or not, slots from just enough to more than experts."""
+    """(load [N, E], topology, slots) of any shape, nodes even or not, slots from just enough up."""
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4).filter(lambda s: sum(s) <= most_devices))
     devices, experts = sum(sizes), draw(st.integers(1, most_experts))
     slots = -(-experts // devices) + draw(st.integers(0, 3))
@@ -60,7 +60,7 @@ def test_renumbering_devices_inside_nodes_keeps_the_balance(problem, random):
         members = list(range(first, last))
         random.shuffle(members)
         order += members
-    # Devices of a node differ only in their own tokens: the plan depends on their sum alone, unless traffic decides.
+    # Devices of a node differ only in their own tokens: where links are free the plan depends on their sum alone.
     fast = Topology(topology.devices, topology.devices_per_node, intra_gbps=1e9, inter_gbps=1e9)
     before = cost(route(load, plan(load, fast, slots), fast), fast)
     after = cost(route(load[order], plan(load[order], fast, slots), fast), fast)
