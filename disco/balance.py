@@ -55,11 +55,7 @@ def priced_assignment(
     open_D = np.ones(D, bool)
     label_D = np.zeros(D, np.int64)
     if D > least:
-        # Prices must be good enough for the contested documents to make up for what is left uneven.
-        tolerance = min(1e-2, 0.1 * least / D)
-        prices_K = entropic_prices(cost_DK, weight_D, capacity_K, prices_K, tolerance=tolerance)
-        label_D, margin_D = _cheapest(cost_DK, prices_K)
-        open_D = _closest_calls(label_D, margin_D, weight_D, capacity_K, least)
+        cost_DK, label_D, margin_D, open_D = _contested(cost_DK, weight_D, capacity_K, least, prices_K)
     open_D &= weight_D > 0
     while True:
         fixed_K = np.bincount(label_D[~open_D], weight_D[~open_D], K)
@@ -74,6 +70,34 @@ def priced_assignment(
     label_D[open_D] = _round(part_BK, weight_D[open_D])
     label_D[weight_D == 0] = cost_DK[weight_D == 0].argmin(1)
     return _fill_empty(label_D, weight_D, cost_DK), prices_K
+
+
+def _contested(
+    cost_DK: np.ndarray, weight_D: np.ndarray, capacity_K: np.ndarray, least: int, start_K: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Costs [D, K], cheapest clusters [D] under good prices, margins [D], and the mask [D] of closest calls.
+
+    Where many documents tie (equal vectors, say), no price tells them apart and all would be contested: then
+    the costs come back with seeded noise of a hundredth of their spread, which does.
+    """
+    # Prices must be good enough for the contested documents to make up for what is left uneven.
+    tolerance = min(1e-2, 0.1 * least / len(cost_DK))
+    starts = (None,) if start_K is None else (start_K, None)
+    for attempt, start in enumerate((*starts, None)):
+        if attempt == len(starts):
+            noise_DK = np.random.default_rng(0).random(cost_DK.shape)
+            cost_DK = cost_DK + 0.01 * (_spread(cost_DK) or 1.0) * noise_DK
+        prices_K = entropic_prices(cost_DK, weight_D, capacity_K, start, tolerance=tolerance)
+        label_D, margin_D = _cheapest(cost_DK, prices_K)
+        open_D = _closest_calls(label_D, margin_D, weight_D, capacity_K, least)
+        if open_D.sum() <= 4 * least:
+            break
+    return cost_DK, label_D, margin_D, open_D
+
+
+def _spread(cost_DK: np.ndarray) -> float:
+    """How much dearer the mean cluster is than the cheapest, over documents."""
+    return float(np.mean(cost_DK.mean(1) - cost_DK.min(1)))
 
 
 def even_cut(order_D: np.ndarray, weights_D: np.ndarray, clusters: int) -> np.ndarray:
@@ -140,10 +164,10 @@ def entropic_prices(
     temperature t (the dual of entropic optimal transport: Peyre and Cuturi, Computational Optimal Transport,
     2019, section 4.4). Each step reads all costs once; only a block is held beside them.
     """
-    spread = float(np.mean(cost_DK.mean(1) - cost_DK.min(1))) or 1.0
+    spread = _spread(cost_DK) or 1.0
     K = cost_DK.shape[1]
     price_K = np.zeros(K) if start_K is None else start_K - start_K.mean()
-    for level in range(0 if start_K is None else 5, 8):
+    for level in range(0 if start_K is None else 3, 8):
         temperature = spread * 3.0**-level
         value, load_K, hessian_KK = _softmin(cost_DK, weight_D, capacity_K, price_K, temperature)
         for _ in range(20):

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from sklearn.decomposition import PCA
 from sklearn.manifold import TSNE
 
-MAP_DOCUMENTS = 1_500
+MAP_DOCUMENTS = 1_000
 MARKERS = "os^Dv<>PX*hd"
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import sparse
 from scipy.optimize import linear_sum_assignment, linprog
 
-from disco.balance import balanced_assignment, even_cut, priced_assignment
+from disco.balance import balanced_assignment, entropic_prices, even_cut, priced_assignment
 
 
 def blobs(documents, clusters, seed=0, uneven=True):
@@ -105,6 +105,26 @@ def test_ties_in_a_large_problem():
     weight_D = np.random.default_rng(0).integers(1, 50, 5000)
     for cost_DK in (np.zeros((5000, 4)), np.tile([0.0, 1.0, 1.0, 2.0], (5000, 1))):
         assert within_one_document(balanced_assignment(cost_DK, weight_D, contested=0), weight_D, 4)
+
+
+def test_many_equal_documents_in_a_large_problem():
+    """Half of the documents are one vector: no price tells them apart, yet no large programme is solved."""
+    cost_DK, weight_D = blobs(60_000, 4, seed=2)
+    cost_DK[:30_000] = cost_DK[0]
+    label_D = balanced_assignment(cost_DK, weight_D)
+    assert within_one_document(label_D, weight_D, 4)
+    # Weak duality: any prices bound the optimum from below.
+    capacity_K = np.full(4, weight_D.sum() / 4)
+    price_K = entropic_prices(cost_DK, weight_D.astype(float), capacity_K)
+    bound = float(weight_D @ (cost_DK + price_K).min(1) - capacity_K @ price_K)
+    assert total(cost_DK, weight_D, label_D) < 1.01 * bound
+
+
+def test_a_misleading_start_is_recovered_from():
+    cost_DK, weight_D = blobs(20_000, 4)
+    label_D, _ = priced_assignment(cost_DK, weight_D)
+    again_D, _ = priced_assignment(cost_DK, weight_D, prices_K=np.array([1e3, -1e3, 0, 5e2]))
+    assert total(cost_DK, weight_D, again_D) == pytest.approx(total(cost_DK, weight_D, label_D), rel=1e-6)
 
 
 def test_a_warm_start_changes_nothing():

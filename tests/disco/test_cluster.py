@@ -140,7 +140,7 @@ def test_the_same_seed_gives_the_same_files(tmp_path):
 
 
 def test_the_number_of_threads_changes_no_bit(tmp_path):
-    train, files = topical([200, 300, 400, 500]), []
+    train, files = topical([60, 80, 100, 120]), []
     for threads in (1, 2):
         with threadpool_limits(threads):
             files.append(run(tmp_path / str(threads), train)["files"])
