@@ -5,15 +5,17 @@ import json
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from scipy import sparse
 from sklearn.cluster import KMeans
 from sklearn.metrics import normalized_mutual_info_score
 from threadpoolctl import threadpool_limits
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
 from disco import cluster as stage
 from disco.artifacts import ArtifactError
 from disco.cluster import assign, assignments, balanced_kmeans, cluster, kmeans, squared_distances
-from disco.config import ConfigError, Experiment
+from disco.config import Cluster, ConfigError, Experiment, SeedPhase
 from disco.corpus import Corpus, prepare
 
 TOPICS = {
@@ -275,6 +277,24 @@ def test_damage_is_named(tmp_path):
         assignments(tmp_path, "test")
 
 
+def tiny_model(folder, vocabulary):
+    torch.manual_seed(0)
+    config = Qwen2MoeConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=2,
+        num_experts_per_tok=1,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
 def test_a_prepared_corpus(tmp_path):
     rng = np.random.default_rng(0)
     sources = []
@@ -303,3 +323,14 @@ def test_a_prepared_corpus(tmp_path):
     assert normalized_mutual_info_score(train.source, label_D) > 0.8
     assert np.abs(np.bincount(label_D, train.tokens) - train.tokens.sum() / 4).max() <= train.tokens.max()
     assert len(assignments(tmp_path / "cluster", "validation")) == len(corpus.split("validation"))
+    assert len(label_D) == len(corpus.split("train"))
+
+    model_folder = tiny_model(tmp_path / "model", corpus.meta["vocab_size"])
+    for kind in ("embedding", "hidden"):
+        out = tmp_path / kind
+        out.mkdir()
+        looking = config.model_copy(update={"cluster": Cluster(features=kind), "seed_phase": SeedPhase(tokens=9)})
+        cluster(looking, corpus, out, k=4, model_folder=model_folder, progress=lambda message: None)
+        assert json.loads((out / "clusters.json").read_text())["dimensions"] == 16
+        held_out = corpus.split("validation")
+        assert (assign(out, held_out.texts()) == assignments(out, "validation")).all()
