@@ -64,13 +64,14 @@ def make_inputs(folder: Path, steps: int, batch: int, length: int) -> None:
 
 def ours(folder: Path, batch: int) -> float:
     """Seconds that our loop took for all rows, as it wrote them down itself."""
+    from disco.artifacts import SCRATCH
     from disco.config import Optimizer, Tracking
-    from disco.job import WORK, Job, Price
+    from disco.job import Job, Price
     from disco.trainer import train
 
     with tempfile.TemporaryDirectory(dir=folder) as run:
         out = Path(run) / "out"
-        (out / WORK).mkdir(parents=True)
+        (out / SCRATCH).mkdir(parents=True)
         train(
             Job(
                 phase="benchmark",
@@ -188,7 +189,8 @@ def main() -> None:
     for arm in ARMS:
         print(f"| {arm} | {medians[arm]:,.0f} | {medians['ours'] / medians[arm]:.3f} |")
     if options.json:
-        options.json.write_text(json.dumps({"speeds": speeds, "medians": medians, **vars(options)}, default=str, indent=1))
+        result = {"speeds": speeds, "medians": medians, **vars(options)}
+        options.json.write_text(json.dumps(result, default=str, indent=1))
 
 
 if __name__ == "__main__":

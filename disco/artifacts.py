@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
+MADE_FROM = "made_from"  # in a partial folder: the key of what it is being made from
+SCRATCH = "work"  # in a partial folder: what helps to make the stage and is no part of it
 PACKAGES = ("torch", "transformers", "deepspeed", "scikit-learn", "datasets", "tokenizers", "numpy")
 
 
@@ -80,27 +82,27 @@ def stage_folder(
 
     `inputs` maps names to fingerprints of what the stage reads, `section` is the JSON-able configuration that
     it depends on. With `keep_partial` an earlier partial folder made from the same inputs and section is
-    continued (training checkpoints live there); otherwise it starts empty.
+    continued (training checkpoints live in its SCRATCH); otherwise it starts empty.
     """
-    partial = folder.with_name(folder.name + ".partial")
-    made_from = {"inputs": dict(inputs), "section": section, "seed": seed}
+    partial = partial_of(folder)
     key = stage_key(inputs, section, seed)
-    note = partial / "made_from"
+    note = partial / MADE_FROM
     if partial.exists() and not (keep_partial and note.exists() and note.read_text().strip() == key):
         shutil.rmtree(partial)
     partial.mkdir(parents=True, exist_ok=True)
     note.write_text(key)
     started = time.time()
     yield partial
-    note.unlink()
     files = {
         str(path.relative_to(partial)): {"bytes": path.stat().st_size, "sha256": file_hash(path)}
         for path in sorted(partial.rglob("*"))
-        if path.is_file() and path.name != MANIFEST
+        if path.is_file() and path.relative_to(partial).parts[0] not in (MANIFEST, MADE_FROM, SCRATCH)
     }
     manifest = {
         "stage": stage,
-        **made_from,
+        "inputs": dict(inputs),
+        "section": section,
+        "seed": seed,
         "key": key,
         "fingerprint": fingerprint({name: entry["sha256"] for name, entry in files.items()}),
         "files": files,
@@ -110,14 +112,30 @@ def stage_folder(
         "finished": time.time(),
     }
     write_json(partial / MANIFEST, manifest)
+    finish(folder, key)
+
+
+def finish(folder: Path, key: str) -> bool:
+    """Rename a partial folder that is whole and made from `key`; False if there is none.
+
+    A process that was killed after the manifest was written left such a folder.
+    """
+    partial = partial_of(folder)
+    if not (partial / MANIFEST).exists() or manifest(partial)["key"] != key:
+        return False
+    shutil.rmtree(partial / SCRATCH, ignore_errors=True)
+    (partial / MADE_FROM).unlink(missing_ok=True)
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
-        old = folder.with_name(folder.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
         os.rename(folder, old)
-        os.rename(partial, folder)
-        shutil.rmtree(old)
-    else:
-        os.rename(partial, folder)
+    os.rename(partial, folder)
+    shutil.rmtree(old, ignore_errors=True)
+    return True
+
+
+def partial_of(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".partial")
 
 
 def package_versions() -> dict[str, str]:

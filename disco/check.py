@@ -44,6 +44,7 @@ def _check_model(config: Experiment, full, experts: int) -> None:
         raise ConfigError(f"the model has {experts} routed expert: there is nothing to merge with fewer than 2")
     if top_k(full) > experts:
         raise ConfigError(f"the model routes each token to {top_k(full)} experts but has {experts}")
+    with_experts(full, experts, top_k(full), config.merge.renormalize)
     limit = getattr(full, "max_position_embeddings", None)
     if limit and config.corpus.sequence_length > limit:
         raise ConfigError(

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from disco.artifacts import ArtifactError, write_json
+from disco.artifacts import SCRATCH, ArtifactError, write_json
 from disco.config import Optimizer, Section, Tracking
 
-WORK = "work"  # job, rows and checkpoints, inside the stage folder until the stage is whole
 JOB = "job.json"
+_running: set[subprocess.Popen] = set()
 
 
 class JobError(RuntimeError):
@@ -57,7 +57,7 @@ class Job(Section):
 
 def run_job(job: Job, threads: int) -> None:
     """Train in processes of its own, which end when this one does. Raises JobError when they fail."""
-    path = Path(job.out) / WORK / JOB
+    path = Path(job.out) / SCRATCH / JOB
     write_json(path, job.model_dump(mode="json"))
     command = [sys.executable]
     if job.section.processes > 1:
@@ -70,14 +70,26 @@ def run_job(job: Job, threads: int) -> None:
         "DISCO_PARENT": str(os.getpid()),
     }
     process = subprocess.Popen(command, env=environment, start_new_session=True)
+    _running.add(process)
     try:
         code = process.wait()
-    except BaseException:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
-        raise
+    finally:
+        _stop(process)
     if code:
         raise JobError(f"{job.phase}: training ended with exit code {code}; what was done is kept in {job.out}")
+
+
+def stop_jobs() -> None:
+    """End every training process that this one started and that still runs."""
+    for process in list(_running):
+        _stop(process)
+
+
+def _stop(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+    _running.discard(process)
 
 
 def _die_with_parent() -> None:

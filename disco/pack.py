@@ -5,7 +5,6 @@ the fingerprints of what they come from. `disco train experiment.yaml --submodel
 leaves a result file, which `disco collect` takes back after checking that it was made from this run.
 """
 
-import json
 import shutil
 import tarfile
 from pathlib import Path
@@ -15,6 +14,7 @@ from disco.artifacts import ArtifactError
 from disco.config import ConfigError, Experiment
 from disco.pipeline import expected_inputs
 from disco.stages import Stage, begins_from, clusters, packed_file, stages, submodel_input
+from launch.ledger import append, read
 
 
 def pack(config: Experiment, submodel: int, out: Path) -> Path:
@@ -113,7 +113,7 @@ def _take(config: Experiment, result: Path, work: Path) -> str:
         if present["fingerprint"] == manifest["fingerprint"]:
             return f"{stage.name}: there already, the same to the last byte"
         if present["key"] == manifest["key"]:
-            raise ArtifactError(f"{target} is there already, with other weights: remove it to take {result} instead")
+            raise ArtifactError(f"{target} is there, with other weights: remove it to take {result} instead")
         shutil.rmtree(target)  # stale: made from something else than this run has now
     target.parent.mkdir(parents=True, exist_ok=True)
     for name in ("ledger.jsonl", "metrics.jsonl"):
@@ -124,11 +124,10 @@ def _take(config: Experiment, result: Path, work: Path) -> str:
 
 def _append_new(home: Path, carried: Path, phase: str) -> None:
     """Append the phase's rows that are not there yet, so that collecting twice bills once."""
-    known = set(home.read_text(encoding="utf-8").splitlines()) if home.exists() else set()
-    with open(home, "a", encoding="utf-8") as file:
-        for line in carried.read_text(encoding="utf-8").splitlines():
-            if line not in known and json.loads(line).get("phase") == phase:
-                file.write(line + "\n")
+    known = read(home)
+    for row in read(carried):
+        if row.get("phase") == phase and row not in known:
+            append(home, row)
 
 
 def _tar(root: Path, target: Path) -> None:

@@ -9,6 +9,7 @@ from disco import artifacts
 from disco.artifacts import ArtifactError
 from disco.check import check
 from disco.config import ConfigError, Experiment, closest
+from disco.job import stop_jobs
 from disco.stages import Stage, stages
 
 FRESH, STALE, MISSING, STARTED, WAITING = "fresh", "stale", "missing", "started", "waiting"
@@ -30,8 +31,7 @@ def status(config: Experiment) -> dict[str, str]:
             key = artifacts.stage_key(expected_inputs(config, stage), stage.section, config.seed)
             states[name] = FRESH if artifacts.manifest(folder).get("key") == key else STALE
         else:
-            partial = folder.with_name(folder.name + ".partial")
-            states[name] = STARTED if stage.trains and partial.exists() else MISSING
+            states[name] = STARTED if stage.trains and artifacts.partial_of(folder).exists() else MISSING
     return states
 
 
@@ -75,11 +75,15 @@ def _make_all(config: Experiment, batch: list[Stage], say: Callable[[str], None]
     if len(batch) == 1:
         return _make(config, batch[0], say)
     failed = {}
-    with ThreadPoolExecutor(max_workers=config.launch.parallel) as pool:
+    pool = ThreadPoolExecutor(max_workers=config.launch.parallel)
+    try:
         pending = {pool.submit(_make, config, stage, say): stage for stage in batch}
         for future in as_completed(pending):
             if error := future.exception():
                 failed[pending[future].name] = error
+    finally:  # on Ctrl-C too: nothing new starts, and what runs is stopped
+        pool.shutdown(wait=False, cancel_futures=True)
+        stop_jobs()
     if failed:
         reasons = "; ".join(f"{name}: {error}" for name, error in sorted(failed.items()))
         raise ArtifactError(
@@ -88,11 +92,14 @@ def _make_all(config: Experiment, batch: list[Stage], say: Callable[[str], None]
 
 
 def _make(config: Experiment, stage: Stage, say: Callable[[str], None]) -> None:
+    folder, inputs = config.folder / stage.name, expected_inputs(config, stage)
+    if artifacts.finish(folder, artifacts.stage_key(inputs, stage.section, config.seed)):
+        return say(f"{stage.name}: was whole already")
     say(f"{stage.name}: making it")
     with artifacts.stage_folder(
-        config.folder / stage.name,
+        folder,
         stage=stage.name,
-        inputs=expected_inputs(config, stage),
+        inputs=inputs,
         section=stage.section,
         seed=config.seed,
         keep_partial=stage.trains,

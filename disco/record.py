@@ -1,6 +1,5 @@
 """What a training run leaves behind while it runs: ledger rows, metrics rows, a progress line, tracking."""
 
-import json
 import os
 import resource
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 
 from disco.job import Job
-from launch.ledger import Ledger, read
+from launch.ledger import Ledger, append, read
 from launch.tracking import tracker
 
 LEDGER_SECONDS = 10.0
@@ -79,10 +78,11 @@ class Recorder:
         seconds = max(row["seconds"], 1e-9)
         row["tokens_per_s"] = row["tokens"] / seconds
         row["dollars"] = seconds * self.world * self.job.price.dollars_per_hour / 3600
-        line = json.dumps({"phase": self.job.phase, "attempt": self.attempt, **row})
-        with open(self._metrics, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
-        self._track.log({key: value for key, value in row.items() if key != "step"}, row["step"])
+        append(self._metrics, {"phase": self.job.phase, "attempt": self.attempt, **row})
+        tracked = {key: value for key, value in row.items() if key not in ("step", "expert_share")}
+        for layer, shares in enumerate(row.get("expert_share", ())):
+            tracked |= {f"expert_share/layer_{layer}/expert_{e}": share for e, share in enumerate(shares)}
+        self._track.log(tracked, row["step"])
         left = seconds / row["step"] * (steps - row["step"])
         validation = f"  validation {row['validation_loss']:.4f}" if "validation_loss" in row else ""
         print(

@@ -4,14 +4,14 @@ Rows are fixed before training starts, in the order of consumption. The joint ba
 exactly the rows that the stages of DisCo saw.
 """
 
-import shutil
 from pathlib import Path
 
 import numpy as np
 
+from disco.artifacts import SCRATCH
 from disco.config import ConfigError, Experiment, Finetune, Optimizer
 from disco.corpus import Corpus
-from disco.job import WORK, Job, Price, run_job
+from disco.job import Job, Price, run_job
 from disco.packing import Rows, pack
 from disco.split import copy_side_files
 from launch import hardware
@@ -108,7 +108,7 @@ def run_training(
     threads: int = 1,
 ) -> None:
     """Train `model` on `rows` in processes of its own; leaves a Hugging Face checkpoint in `out`."""
-    work = out / WORK
+    work = out / SCRATCH
     work.mkdir(exist_ok=True)
     rows.save(work / "rows.npz")
     if validation is not None:
@@ -142,6 +142,7 @@ def run_training(
         tracking=config.tracking,
         **routed,
     )
-    run_job(job, threads)
+    if not (work / "trained").exists():  # else a killed run was about to seal the folder
+        run_job(job, threads)
+        (work / "trained").touch()
     copy_side_files(model, out)
-    shutil.rmtree(work)

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from disco.artifacts import SCRATCH
 from disco.config import Optimizer
 from disco.engine import export_model, load_model, make_engine, start_process_group
 from disco.family import expert_parameters, router_parameters
-from disco.job import WORK, Job
+from disco.job import Job
 from disco.loss import CausalLoss
 from disco.packing import Rows
 from disco.record import LEDGER_SECONDS, Recorder
@@ -36,7 +37,7 @@ def train(job: Job) -> None:
     Raises TrainingError on a loss that is not finite and on collapsed routing; the last checkpoint stays.
     """
     section, out = job.section, Path(job.out)
-    checkpoints = out / WORK / "checkpoints"
+    checkpoints = out / SCRATCH / "checkpoints"
     rank, world, device = start_process_group()
     record = Recorder(job, rank, world, device)
     torch.manual_seed(job.seed)

@@ -28,17 +28,22 @@ class Ledger:
         missing = [key for key in REQUIRED if key not in row]
         if missing:
             raise LedgerError(f"{self.path}: a row without {', '.join(missing)}: {row}")
-        try:
-            line = json.dumps(row, allow_nan=False).encode() + b"\n"
-        except ValueError:
-            raise LedgerError(f"{self.path}: a row with a number that is not finite: {row}") from None
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a+b", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            line = _mend(file) + line
-            while line:
-                line = line[file.write(line) :]
-            os.fsync(file.fileno())
+        append(self.path, row)
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Add a line to a file of JSON lines (metrics.jsonl too), mending one that a crash tore, and sync it."""
+    try:
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
+    except ValueError:
+        raise LedgerError(f"{path}: a row with a number that is not finite: {row}") from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        line = _mend(file) + line
+        while line:
+            line = line[file.write(line) :]
+        os.fsync(file.fileno())
 
 
 def _mend(file) -> bytes:

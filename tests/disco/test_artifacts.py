@@ -65,6 +65,25 @@ def test_partial_folders_are_continued_only_by_the_same_stage(tmp_path):
             raise RuntimeError
 
 
+def test_a_kill_between_manifest_and_rename_loses_nothing(tmp_path, monkeypatch):
+    """The folder is whole then: it is renamed, not made again, and scratch is no part of it."""
+    folder = tmp_path / "stage"
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(artifacts, "finish", killed)
+        with artifacts.stage_folder(folder, stage="s", inputs={}, section=1, seed=0, keep_partial=True) as out:
+            (out / "work").mkdir()
+            (out / "work" / "checkpoint").write_text("x")
+            (out / "result").write_text("y")
+    assert not artifacts.finish(folder, artifacts.stage_key({}, 2, 0))
+    assert artifacts.finish(folder, artifacts.stage_key({}, 1, 0))
+    artifacts.verify(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "result"]
+
+
 @pytest.mark.parametrize("damage", ["truncate", "edit", "remove", "manifest", "no manifest", "not json"])
 def test_damage_is_named(tmp_path, damage):
     folder = tmp_path / "stage"

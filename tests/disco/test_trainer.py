@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from disco.artifacts import write_json
+from disco.artifacts import SCRATCH, write_json
 from disco.config import Optimizer
-from disco.job import WORK, Job, JobError, Price, run_job
+from disco.job import Job, JobError, Price, run_job
 from disco.trainer import learning_rate
 from launch.ledger import read
 
@@ -30,9 +30,9 @@ def make_job(tmp_path, tiny_model, toy_rows):
         if not start.exists():
             (model or tiny_model()).save_pretrained(start)
         out = tmp_path / name
-        (out / WORK).mkdir(parents=True)
+        (out / SCRATCH).mkdir(parents=True)
         rows = rows or toy_rows()
-        rows.save(out / WORK / "rows.npz")
+        rows.save(out / SCRATCH / "rows.npz")
         defaults = {"batch_size": 4, "learning_rate": 3e-3, "log_every": 1, "weight_decay": 0.1}
         optimizer = Optimizer(**(defaults | section))
         job = Job(
@@ -40,8 +40,8 @@ def make_job(tmp_path, tiny_model, toy_rows):
             stage="finetune",
             model=str(start),
             out=str(out),
-            rows=str(out / WORK / "rows.npz"),
-            validation=str(out / WORK / "rows.npz"),
+            rows=str(out / SCRATCH / "rows.npz"),
+            validation=str(out / SCRATCH / "rows.npz"),
             validate_at=[-(-len(rows) // optimizer.batch_size)],
             section=optimizer,
             trainable=trainable,
@@ -165,9 +165,9 @@ def test_a_killed_run_resumes_bit_for_bit(make_job, toy_rows):
     whole, reference = make_job("whole", rows=rows, **settings)
     run_job(whole, threads=1)
     killed, out = make_job("killed", rows=rows, **settings)
-    write_json(out / WORK / "job.json", killed.model_dump(mode="json"))
-    process = subprocess.Popen([sys.executable, "-m", "disco.job", str(out / WORK / "job.json")], env=os.environ)
-    checkpoints = out / WORK / "checkpoints"
+    write_json(out / SCRATCH / "job.json", killed.model_dump(mode="json"))
+    process = subprocess.Popen([sys.executable, "-m", "disco.job", str(out / SCRATCH / "job.json")], env=os.environ)
+    checkpoints = out / SCRATCH / "checkpoints"
     for _ in range(3000):
         if any("partial" not in path.name for path in checkpoints.glob("step-*")):
             break
