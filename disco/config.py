@@ -119,7 +119,9 @@ class Cluster(Section):
     k: Positive | None = Field(None, description="clusters; the model's experts if absent")
     method: Literal["kmeans", "random"] = "kmeans"
     features: Literal["tfidf", "embedding", "hidden"] = "tfidf"
-    dimensions: Positive = Field(128, description="SVD dimensions of the tf-idf features")
+    dimensions: Positive | None = Field(
+        None, description="SVD dimensions of the tf-idf features; max(32, 2 k) if absent"
+    )
     max_terms: Positive = Field(50_000, description="tf-idf vocabulary")
     balance: Literal["none", "tokens"] = "tokens"
     n_init: Positive = 10
