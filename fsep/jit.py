@@ -15,7 +15,8 @@ def jit(function: Callable) -> Callable:
     """Compile ``function`` with numba, without the interpreter lock, cached on disk for the next start.
 
     numba notices a change in a function's own file but not in the functions that it calls, so the cache folder
-    carries a digest of all files with compiled functions. Where no folder can be written, each process compiles afresh.
+    carries a digest of all files with compiled functions. Where no folder can be written, each process compiles
+    afresh.
     """
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(_cache_folder())

@@ -27,9 +27,9 @@ class Planner:
 
     Call ``observe`` once a step on every rank; read ``layouts`` in between. Ranks agree by construction: each
     rank's counts are all-reduced, so all plan from identical integers with a deterministic planner, in a background
-    thread that no step waits for. A later ``observe`` adopts the plan only when every rank has it and the ranks' hashes
-    are equal; when one is late all wait for the next step, when hashes differ all drop it (``rejected`` counts
-    these) and keep the old layouts.
+    thread that no step waits for. A later ``observe`` adopts the plan only when every rank has it and the ranks'
+    hashes are equal; when one is late all keep the old layouts until the next step (``late`` counts these), when
+    hashes differ all drop the plan (``rejected``).
 
     Args:
         topology: its ``devices`` must be the number of ranks.
@@ -176,7 +176,7 @@ class _Ranks:
         return self._reduce(load_LNE, "SUM")
 
     def all_true(self, value: bool) -> bool:
-        return self.size == 1 or bool(self._reduce(np.array([value], np.int64), "MIN")[0])
+        return value if self.size == 1 else bool(self._reduce(np.array([value], np.int64), "MIN")[0])
 
     def all_equal(self, digest: bytes) -> bool:
         if self.size == 1:

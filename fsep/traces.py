@@ -91,16 +91,20 @@ class LoadTrace:
             ValueError: no such file, not an ``.npz``, no ``tokens`` in it, or bad contents.
         """
         try:
-            with np.load(path, allow_pickle=False) as arrays:
-                if not hasattr(arrays, "files"):
-                    raise ValueError(f"{path} holds a bare array: give an .npz with an array `tokens`")
-                if "tokens" not in arrays.files:
-                    raise ValueError(f"{path} has no array `tokens`, only {arrays.files}: give a load trace")
-                return cls(*(arrays[k] if k in arrays.files else None for k in ("tokens", "iteration", "layer")))
+            arrays = np.load(path, allow_pickle=False)
+            # Arrays are read, and can fail to be, only here.
+            found = {name: arrays[name] for name in arrays.files} if hasattr(arrays, "files") else None
         except FileNotFoundError:
             raise ValueError(f"{path} does not exist: give a trace file") from None
-        except (OSError, EOFError, zipfile.BadZipFile) as error:
+        # numpy raises ValueError for what it takes to be a pickle.
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
             raise ValueError(f"{path} can't be read as .npz ({error}): give a load trace") from None
+        if found is None:
+            raise ValueError(f"{path} holds a bare array: give an .npz with an array `tokens`")
+        arrays.close()
+        if "tokens" not in found:
+            raise ValueError(f"{path} has no array `tokens`, only {sorted(found)}: give a load trace")
+        return cls(found["tokens"], found.get("iteration"), found.get("layer"))
 
 
 def synthesize(

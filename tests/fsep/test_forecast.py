@@ -21,11 +21,14 @@ def test_each_kind_by_hand():
 
 
 def test_auto_follows_the_kind_with_the_least_error():
-    rising = run("auto", range(0, 4000, 50), horizon=2)
-    assert min(rising.errors, key=rising.errors.get) == "last" and rising.predict()[0, 0] == 3950
     rng = np.random.default_rng(0)
-    noisy = run("auto", 100 + 30 * rng.standard_normal(60))
-    assert min(noisy.errors, key=noisy.errors.get) in ("mean", "trend")
+    jumps = run("auto", np.repeat(rng.uniform(100, 900, 20), 4))
+    assert min(jumps.errors, key=jumps.errors.get) == "last"
+    rising = run("auto", 50.0 * np.arange(40), horizon=3)
+    assert min(rising.errors, key=rising.errors.get) == "trend"
+    assert rising.predict()[0, 0] > 50 * 39
+    noisy = run("auto", 500 + 30 * rng.standard_normal(80))
+    assert min(noisy.errors, key=noisy.errors.get) == "mean"
 
 
 def test_relative_error_is_the_share_of_misplaced_tokens():

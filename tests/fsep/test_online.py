@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -50,10 +51,11 @@ def test_a_slow_plan_never_blocks(monkeypatch):
     with Planner(TOPOLOGY, 3, layers=2, experts=8) as planner:
         before = planner.layouts
         monkeypatch.setattr("fsep.online.plan", slow)
-        for step in range(4):
-            assert not planner.observe(TRACE[step])
-        assert planner.late == 3 and planner.layouts == before
-        release.set()
+        try:
+            changed = [planner.observe(TRACE[step]) for step in range(4)]
+            assert changed == [False] * 4 and planner.late == 3 and planner.layouts == before
+        finally:
+            release.set()
         wait_for_plan(planner)
         assert planner.observe(TRACE[4])
 
@@ -117,17 +119,16 @@ def free_port():
 
 
 def as_rank(rank, size, port, scenario, results):
-    import fsep.online
-
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     try:
-        results.put((rank, scenario(rank, fsep.online)))
+        results.put((rank, scenario(rank)))
         torch.distributed.barrier()
     finally:
         torch.distributed.destroy_process_group()
 
 
-def on_ranks(scenario, size=4):
+def on_ranks(scenario, size):
+    """What ``scenario(rank)`` returns on each rank."""
     context = mp.get_context("spawn")
     results, port = context.SimpleQueue(), free_port()
     processes = [
@@ -136,17 +137,26 @@ def on_ranks(scenario, size=4):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(240)
     assert [process.exitcode for process in processes] == [0] * size
     found = dict(results.get() for _ in range(size))
     return [found[rank] for rank in range(size)]
+
+
+@contextmanager
+def patched_plan(replacement, here):
+    """Let the planning thread of this rank call ``replacement``."""
+    with pytest.MonkeyPatch.context() as patch:
+        if here:
+            patch.setattr("fsep.online.plan", replacement)
+        yield
 
 
 def summary(planner):
     return [layout.digest() for layout in planner.layouts], planner.adopted, planner.rejected
 
 
-def agree(rank, _online):
+def agree(rank):
     with Planner(TOPOLOGY, 3, layers=2, experts=8, forecast="last") as planner:
         seen = []
         for step in range(8):
@@ -156,18 +166,14 @@ def agree(rank, _online):
     return seen
 
 
-def late_rank(rank, online):
+def late_rank(rank):
     release = threading.Event()
-    if rank == 2:
-        original = online.plan
 
-        def slow(*arguments, **keywords):
-            release.wait()
-            return original(*arguments, **keywords)
+    def slow(*arguments, **keywords):
+        release.wait()
+        return plan(*arguments, **keywords)
 
-    with Planner(TOPOLOGY, 3, layers=2, experts=8, forecast="last") as planner:
-        if rank == 2:
-            online.plan = slow
+    with Planner(TOPOLOGY, 3, layers=2, experts=8, forecast="last") as planner, patched_plan(slow, rank == 2):
         seen = []
         for step in range(6):
             if rank != 2 or step > 3:
@@ -179,11 +185,11 @@ def late_rank(rank, online):
     return seen
 
 
-def differing_rank(rank, online):
-    with Planner(TOPOLOGY, 3, layers=2, experts=8, forecast="last") as planner:
-        if rank == 1:
-            original = online.plan
-            online.plan = lambda load, *rest, **keywords: original(np.roll(load, 1, axis=1), *rest, **keywords)
+def differing_rank(rank):
+    def rolled(load, *rest, **keywords):
+        return plan(np.roll(load, 1, axis=1), *rest, **keywords)
+
+    with Planner(TOPOLOGY, 3, layers=2, experts=8, forecast="last") as planner, patched_plan(rolled, rank == 1):
         before = summary(planner)
         for step in range(4):
             wait_for_plan(planner)
@@ -191,33 +197,42 @@ def differing_rank(rank, online):
     return before, summary(planner)
 
 
-def test_ranks_agree_and_equal_a_single_process():
-    ranks = on_ranks(agree)
-    assert all(seen == ranks[0] for seen in ranks)
+def all_scenarios(rank):
+    return agree(rank), late_rank(rank), differing_rank(rank)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """(agree, late_rank, differing_rank) of four ranks: one launch, for launching takes most of the time."""
+    return list(zip(*on_ranks(all_scenarios, 4), strict=True))
+
+
+def test_ranks_agree_and_equal_a_single_process(ranks):
+    agreed = ranks[0]
+    assert all(seen == agreed[0] for seen in agreed)
     with Planner(TOPOLOGY, 3, layers=2, experts=8, forecast="last") as alone:
         for step in range(8):
             wait_for_plan(alone)
             alone.observe(TRACE[step])
-            assert summary(alone) == ranks[0][step]
+            assert summary(alone) == agreed[0][step]
     assert alone.adopted > 0
 
 
-def test_a_late_rank_makes_all_wait():
-    ranks = on_ranks(late_rank)
-    assert all(seen == ranks[0] for seen in ranks)
-    late = [entry[3] for entry in ranks[0]]
-    assert late[:4] == [0, 1, 2, 3]
-    assert ranks[0][3][0] == ranks[0][0][0]  # still the first layouts
-    assert ranks[0][5][1] >= 1  # adopted once the rank was done
+def test_a_late_rank_makes_all_wait(ranks):
+    seen = ranks[1][0]
+    assert all(other == seen for other in ranks[1])
+    assert [entry[3] for entry in seen[:4]] == [0, 1, 2, 3]
+    assert seen[3][0] == seen[0][0]  # still the first layouts
+    assert seen[5][1] >= 1  # adopted once the rank was done
 
 
-def test_a_differing_rank_makes_all_keep_the_old_layouts():
-    for before, after in on_ranks(differing_rank):
+def test_a_differing_rank_makes_all_keep_the_old_layouts(ranks):
+    for before, after in ranks[2]:
         assert after[0] == before[0]
         assert after[1:] == (0, 3)
 
 
-def wrong_size(rank, _online):
+def wrong_size(rank):
     try:
         Planner(Topology(3), 3, layers=1, experts=8)
     except ValueError as error:

@@ -10,7 +10,7 @@ from fsep.planner import modelled_time
 
 @st.composite
 def problems(draw, most_devices=10, most_experts=12):
-    """(load [N, E], topology, slots) of any shape, nodes even or not, slots from just enough up."""
+    """(load [N, E], topology, slots) of any shape, nodes even or not, just enough slots or more."""
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4).filter(lambda s: sum(s) <= most_devices))
     devices, experts = sum(sizes), draw(st.integers(1, most_experts))
     slots = -(-experts // devices) + draw(st.integers(0, 3))
