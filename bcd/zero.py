@@ -9,6 +9,7 @@ A test holds both to the same weights.
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import nullcontext
 from typing import Any
@@ -93,7 +94,11 @@ class DeepSpeedBackend:
             self.engine.module_forward_pre_hook.remove()
             self.engine.module_forward_post_hook.remove()
         elif hasattr(self.optimizer, "destroy"):
-            self.optimizer.destroy()
+            old = self.optimizer
+            old.destroy()
+            old.optimizer.state.clear()
+            # Cycles keep the object itself until the next garbage collection; its tensors shall not wait.
+            vars(old).clear()
         self._write_rows_back()
         for item in self.rows:
             item.detach()
@@ -116,7 +121,16 @@ class DeepSpeedBackend:
         engine = self.engine
         engine.client_optimizer = optimizer
         engine.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
-        engine._configure_optimizer(optimizer, parameters)
+        # ZeRO-3 collects garbage here, through every object of the process: nearly all of the time a switch
+        # takes, for nothing, since `deactivate` let go of the old block.
+        mine = gc.get_freeze_count() == 0
+        if mine:
+            gc.freeze()
+        try:
+            engine._configure_optimizer(optimizer, parameters)
+        finally:
+            if mine:
+                gc.unfreeze()
         if engine._support_torch_style_backward:
             engine.optimizer.register_grad_acc_post_hook(engine._backward_post_hook)
 
@@ -257,6 +271,10 @@ class DeepSpeedBackend:
 def _checked(ds_config: dict[str, Any], config: Config) -> dict[str, Any]:
     """A copy of `ds_config` with what bcd needs; ValueError where it says otherwise than `config`."""
     ds_config = dict(ds_config)
+    world = int(os.environ["WORLD_SIZE"])
+    micro = ds_config.get("train_micro_batch_size_per_gpu")
+    if micro and "train_batch_size" in ds_config:
+        ds_config.setdefault("gradient_accumulation_steps", ds_config["train_batch_size"] // (micro * world))
     for section in ("optimizer", "scheduler"):
         if section in ds_config:
             raise ValueError(f"ds_config has {section!r}: bcd owns it, set lr, weight_decay, ... in the bcd config")
@@ -271,6 +289,8 @@ def _checked(ds_config: dict[str, Any], config: Config) -> dict[str, Any]:
     zero = ds_config.get("zero_optimization", {})
     if zero.get("stage", 0) not in (0, 1, 2, 3):
         raise ValueError(f"ds_config zero_optimization.stage is {zero['stage']}: use 0 to 3")
+    if zero.get("compute_grad_norm") is False:
+        raise ValueError("ds_config zero_optimization.compute_grad_norm is False: bcd needs the norm, drop it")
     if "offload_optimizer" in zero:
         ds_config["zero_force_ds_cpu_optimizer"] = False
     return ds_config

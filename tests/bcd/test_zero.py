@@ -109,6 +109,9 @@ def results(cases, checkpoints):
 def others():
     """What needs one process and no reference: everything moves that should, leaks, bad gradients, errors."""
     found = {}
+    ds_config = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 2}
+    engine = bcd.initialize(model=build(MODELS["llama"]), ds_config=ds_config)
+    found["accumulation"] = engine.gradient_accumulation_steps()
     for case in (
         ("llama", 1, "fp32", {}),
         ("moe", 2, "bf16", {"expert_groups": 2}),
@@ -128,28 +131,27 @@ def others():
             halves = {"granularity": ["model", "lm_head"], "steps_per_block": 1, "switch": switch}
             engine = start(("llama", stage, "bf16", halves))
             sizes = []
+            gc.collect()
+            gc.disable()  # reconfiguring leaves nothing to the garbage collector
             for _ in range(2):
                 train(engine, 4)
-                gc.collect()
+                if switch == "rebuild":
+                    gc.collect()
                 storages = {t.untyped_storage()._cdata: t.nbytes for t in gc.get_objects() if torch.is_tensor(t)}
                 sizes.append(sum(storages.values()))
+            gc.enable()
             found[("alive", stage, switch)] = sizes
             del engine
-    for name, call in {
-        "optimizer": lambda: bcd.initialize(
-            model=build(MODELS["llama"]), ds_config={"optimizer": {"type": "Adam"}}
-        ),
-        "clipping": lambda: bcd.initialize(
-            model=build(MODELS["llama"]), config=BASE, ds_config={"gradient_clipping": 1.0}
-        ),
-        "stage": lambda: bcd.initialize(
-            model=build(MODELS["llama"]), ds_config={"zero_optimization": {"stage": 4}}
-        ),
-    }.items():
+    for ds_config in (
+        {"optimizer": {"type": "Adam"}},
+        {"gradient_clipping": 1.0},
+        {"zero_optimization": {"stage": 4}},
+        {"zero_optimization": {"compute_grad_norm": False}},
+    ):
         try:
-            call()
+            bcd.initialize(model=build(MODELS["llama"]), config=BASE, ds_config=ds_config)
         except ValueError as error:
-            found[name] = str(error)
+            found.setdefault("refused", []).append(str(error))
     return found
 
 
@@ -198,7 +200,7 @@ def check(cases, outcomes, world):
         else:
             # In bf16 the sign of a gradient near zero, and with it Adam's step, hangs on the last bit.
             moved = {name: value.float() - initial[name] for name, value in values.items()}
-            assert _norm(error) < 0.15 * _norm(moved), case
+            assert _norm(error) < (0.15 if world > 1 else 0.01) * _norm(moved), case
         assert first["norm"] == pytest.approx(plain.get_global_grad_norm(), rel=0.02)
         mean = [sum(column) / world for column in zip(*(o[number]["losses"] for o in outcomes), strict=True)]
         assert mean == pytest.approx(losses, rel=0.01)
@@ -288,10 +290,13 @@ def test_nothing_of_an_old_block_stays_alive(lone, stage, switch):
     assert second <= first
 
 
+def test_accumulation_follows_from_the_batch_sizes(lone):
+    assert lone["accumulation"] == 3
+
+
 def test_bad_deepspeed_configs(lone):
-    assert (
-        "'optimizer'" in lone["optimizer"] and "say it once" in lone["clipping"] and "stage is 4" in lone["stage"]
-    )
+    remedies = ["bcd owns it", "say it once", "use 0 to 3", "drop it"]
+    assert all(part in message for part, message in zip(remedies, lone["refused"], strict=True))
 
 
 def test_environment_keeps_what_is_set(monkeypatch):
