@@ -248,7 +248,7 @@ class Hardware(Section):
 
 class Launch(Section):
     parallel: Positive = Field(1, description="submodels at once on this machine")
-    threads: Positive | None = Field(None, description="CPU threads a process; cores / parallel if absent")
+    threads: Positive | None = Field(None, description="CPU threads a process; the cores shared out if absent")
 
 
 class Experiment(Section):

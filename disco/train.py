@@ -4,6 +4,7 @@ Rows are fixed before training starts, in the order of consumption. The joint ba
 exactly the rows that the stages of DisCo saw.
 """
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,11 @@ def price_of(config: Experiment, priced_as: str) -> Price:
     )
 
 
+def threads_of(config: Experiment, section: Optimizer, side_by_side: int) -> int:
+    """CPU threads of each training process: `launch.threads`, or the cores shared out."""
+    return config.launch.threads or max(1, (os.cpu_count() or 1) // (side_by_side * section.processes))
+
+
 def run_training(
     config: Experiment,
     out: Path,
@@ -105,7 +111,6 @@ def run_training(
     validation: Rows | None = None,
     submodel: int | None = None,
     trainable: str = "all",
-    threads: int = 1,
 ) -> None:
     """Train `model` on `rows` in processes of its own; leaves a Hugging Face checkpoint in `out`."""
     work = out / SCRATCH
@@ -143,6 +148,8 @@ def run_training(
         **routed,
     )
     if not (work / "trained").exists():  # else a killed run was about to seal the folder
-        run_job(job, threads)
+        run_job(
+            job, threads_of(config, section, side_by_side=config.launch.parallel if submodel is not None else 1)
+        )
         (work / "trained").touch()
     copy_side_files(model, out)

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from disco.check import check
 from disco.config import ConfigError, Experiment, Optimizer
+from disco.stages import stages
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -31,6 +33,21 @@ def test_every_shipped_config_parses_and_survives_a_round_trip(path, tmp_path):
     experiment = Experiment.load(path)
     (tmp_path / "again.yaml").write_text(experiment.dump())
     assert Experiment.load(tmp_path / "again.yaml") == experiment
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_plans(path, tmp_path, monkeypatch):
+    """With the files that it names in place, an experiment passes every check before work, and its graph builds."""
+    monkeypatch.chdir(tmp_path)
+    experiment = Experiment.load(path)
+    for source in experiment.corpus.sources:
+        for name in source.jsonl or ():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text('{"text": "some words of this domain"}\n')
+    check(experiment)
+    graph = stages(experiment)
+    assert list(graph)[-2:] == ["evaluate", "report"]
+    assert all(need in graph for stage in graph.values() for need in stage.needs)
 
 
 def test_there_are_shipped_configs():
