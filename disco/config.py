@@ -170,7 +170,9 @@ class Optimizer(Section):
 class SeedPhase(Optimizer):
     """The shared start of all submodels, trained once on an unclustered mix."""
 
-    tokens: Tokens = Field(0, description="positions to train on; 0 = off")
+    tokens: Tokens = Field(
+        0, description="positions to train on; 0 = off; absent = as train.tokens from scratch, 0 from a checkpoint"
+    )
     model: Literal["submodel", "full"] | None = Field(
         None,
         description="train one expert beside the shared part, from which all experts start, or the full MoE; "
@@ -180,7 +182,9 @@ class SeedPhase(Optimizer):
 
 class Train(Optimizer):
     tokens: Tokens | None = Field(
-        None, description="positions over all submodels, shared by cluster size; absent = one pass"
+        1_000_000,
+        description="positions over all submodels, shared by cluster size; null = one pass. The one dial: seed "
+        "phase and fine-tuning follow it unless they are set",
     )
     mode: Literal["full", "expert"] = Field("full", description="expert: the shared part is frozen")
 
@@ -198,7 +202,7 @@ class Merge(Section):
 
 
 class Finetune(Optimizer):
-    tokens: Tokens = 0
+    tokens: Tokens = Field(0, description="positions; 0 = off; absent = half of train.tokens")
     router_tokens: Tokens = Field(0, description="positions of router-only training first")
     aux_loss: Annotated[float, Field(ge=0)] = Field(0.01, description="coefficient of the balancing loss")
     z_loss: Annotated[float, Field(ge=0)] = Field(0.0, description="coefficient of the router z-loss")
@@ -270,6 +274,21 @@ class Experiment(Section):
     tracking: Tracking = Tracking()
     hardware: Hardware = Hardware()
     launch: Launch = Launch()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_the_dial(cls, raw: Any) -> Any:
+        """Fill in the budgets that follow train.tokens."""
+        if not isinstance(raw, dict):
+            return raw
+        sections = {name: raw.get(name) or {} for name in ("model", "seed_phase", "train", "finetune")}
+        dial = sections["train"].get("tokens", Train.model_fields["tokens"].default)
+        if not isinstance(dial, int) or not all(isinstance(section, dict) for section in sections.values()):
+            return raw
+        scratch = sections["model"].get("source") is None
+        for name, tokens in (("seed_phase", dial if scratch else 0), ("finetune", dial // 2)):
+            raw = raw | {name: {"tokens": tokens} | sections[name]}
+        return raw
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] = ()) -> "Experiment":

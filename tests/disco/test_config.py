@@ -118,6 +118,20 @@ def test_unreadable_files_are_refused(content, tmp_path):
         Experiment.load(tmp_path / "none.yaml")
 
 
+def test_train_tokens_is_the_one_dial():
+    """Seed phase and fine-tuning follow it, from a checkpoint without a seed phase; what is set stays."""
+
+    def budgets(**raw):
+        experiment = Experiment.parse(SMALL | raw)
+        return experiment.seed_phase.tokens, experiment.train.tokens, experiment.finetune.tokens
+
+    assert budgets() == (1_000_000, 1_000_000, 500_000)
+    assert budgets(train={"tokens": 80}) == (80, 80, 40)
+    assert budgets(train={"tokens": 80}, seed_phase={"tokens": 0}, finetune={"tokens": 7}) == (0, 80, 7)
+    assert budgets(train={"tokens": 80}, model={"source": "folder"}) == (0, 80, 40)
+    assert budgets(train={"tokens": None}) == (0, None, 0)
+
+
 def test_batches_divide_into_micro_batches_and_processes():
     assert Optimizer(batch_size=16).micro_batch == 16
     assert Optimizer(batch_size=16, processes=2).micro_batch == 8
