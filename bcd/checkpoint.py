@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 
-def save(folder: Path, tag: str, state: dict[str, Any], backend) -> None:
-    """Write the checkpoint from all ranks and make it the latest."""
+def save(folder: Path, tag: str, state: dict[str, Any], backend, latest: bool) -> None:
+    """Write the checkpoint from all ranks, and make it the latest if asked to."""
     partial, final = folder / f"{tag}.partial", folder / tag
     weights = backend.weights()
     if backend.rank == 0:
@@ -35,8 +35,9 @@ def save(folder: Path, tag: str, state: dict[str, Any], backend) -> None:
             shutil.rmtree(old)
         else:
             os.rename(partial, final)
-        (folder / "latest.partial").write_text(tag)
-        os.replace(folder / "latest.partial", folder / "latest")
+        if latest:
+            (folder / "latest.partial").write_text(tag)
+            os.replace(folder / "latest.partial", folder / "latest")
     backend.barrier()
 
 

@@ -6,8 +6,8 @@
         engine.backward(loss)
         engine.step()
 
-Full-parameter training by blocks as in BAdam (Luo, Yu, Li 2024, arXiv 2404.02827) and Liu et al. 2025
-(arXiv 2506.12037): the active block has gradients, master weights and moments; the rest has weights alone.
+Full-parameter training by blocks as in BAdam (Luo, Yu, Li 2024, arXiv 2404.02827) and in
+arXiv 2506.12037: the active block has gradients, master weights and moments; the rest has weights alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from bcd import checkpoint
 from bcd.blocks import Piece, depths, partition
@@ -83,16 +84,19 @@ class Engine:
         )
         self._trainable = {name for name, p in model.named_parameters() if p.requires_grad}
         self._depths = depths(model, self.partition.layers)
-        if config.activation_checkpointing or getattr(model, "is_activation_checkpointing", False):
+        pretrained = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+        if config.activation_checkpointing and pretrained is None:
+            raise ValueError("activation_checkpointing needs a transformers model: set it up in the model instead")
+        if config.activation_checkpointing or getattr(pretrained, "is_activation_checkpointing", False):
             # Recomputation without reentry is the one that needs no gradient at its input: with the other a
             # block above frozen layers would get none, and transformers therefore makes the embeddings'
             # output require one, which sends backward all the way down.
             zero3 = (ds_config or {}).get("zero_optimization", {}).get("stage") == 3
             # Under ZeRO-3 a weight is whole in forward and empty when its recomputation is compared.
             check = {"determinism_check": "none"} if zero3 else {}
-            model.disable_input_require_grads()  # a second call below would leave a first hook in place
-            model.activation_checkpointing_enable({"use_reentrant": False, **check})
-            model.disable_input_require_grads()
+            pretrained.disable_input_require_grads()  # a second call below would leave a first hook in place
+            pretrained.activation_checkpointing_enable({"use_reentrant": False, **check})
+            pretrained.disable_input_require_grads()
         if ds_config is None:
             self._backend = PlainBackend(model, config)
         else:
@@ -119,7 +123,8 @@ class Engine:
 
     @property
     def optimizer(self):
-        """The present optimizer; another object after each switch. Set learning rates with `set_lr`."""
+        """The present optimizer; another object after each switch. A learning rate that is written into its
+        ``param_groups`` holds for the next update, as with DeepSpeed; `set_lr` holds for all that follow."""
         return self._backend.optimizer
 
     @property
@@ -150,7 +155,8 @@ class Engine:
         """Once after each `backward`. At an accumulation boundary: update, and go on to the next blocks when
         the active ones had theirs."""
         boundary = self.is_gradient_accumulation_boundary()
-        self._applied, norm = self._backend.step(self.get_lr()[0], boundary)
+        self._check_rows()
+        self._applied, norm = self._backend.step(self._asked_rate(), boundary)
         self.micro_steps += 1
         if not boundary:
             return
@@ -163,6 +169,7 @@ class Engine:
         self.schedule.record(norm)
         if self.schedule.done:
             self.switch()
+        self._offer_rate()
 
     def switch(self) -> None:
         """Go on to the next blocks now. `step` does so after `steps_per_block` updates; RuntimeError in the
@@ -189,6 +196,10 @@ class Engine:
     def gradient_accumulation_steps(self) -> int:
         return self._backend.accumulation
 
+    def zero_optimization_stage(self) -> int:
+        """ZeRO stage; 0 without DeepSpeed."""
+        return self._backend.stage
+
     def get_global_grad_norm(self) -> float | None:
         """Norm of the active gradients of the last update, before clipping; None before the first."""
         return self._grad_norm
@@ -211,12 +222,35 @@ class Engine:
             switch_warmup=config.switch_warmup,
         )
         if self._rate is not None:
-            rate = self._rate * min(1.0, (self._since_switch + 1) / (config.switch_warmup + 1))
+            rate = self._rate * self._warmth()
         return [rate] * len(self._backend.groups)
 
     def set_lr(self, rate: float) -> None:
         """Use `rate` from now on in place of the config's schedule; the warm-up after a switch still applies."""
         self._rate = float(rate)
+        self._offer_rate()
+
+    def _warmth(self) -> float:
+        """Factor of the warm-up after a switch."""
+        return min(1.0, (self._since_switch + 1) / (self.config.switch_warmup + 1))
+
+    def _offer_rate(self) -> None:
+        """Write the rate of the next update where the caller may replace it."""
+        self._offered = self.get_lr()[0]
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._offered
+
+    def _asked_rate(self) -> float:
+        rate = self.optimizer.param_groups[0]["lr"]
+        return rate if rate == self._offered else rate * self._warmth()
+
+    def _check_rows(self) -> None:
+        for item in self._backend.rows:
+            if not item.used:
+                raise RuntimeError(
+                    f"rows of {item.pieces[0].name!r} were never used in forward: under ZeRO-3 their module must "
+                    "be called, reading its weight is not enough; leave this parameter whole (max_block_gb)"
+                )
 
     def train(self, mode: bool = True) -> Engine:
         self.module.train(mode)
@@ -226,9 +260,14 @@ class Engine:
         return self.train(False)
 
     def save_checkpoint(
-        self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
     ) -> bool:
-        """Write ``save_dir/tag`` (default ``global_step<n>``) and make it the latest; all ranks call this.
+        """Write ``save_dir/tag`` (default ``global_step<n>``), and make it the latest if `save_latest`; all
+        ranks call this.
 
         Whole or absent: it is written beside its place and renamed. RuntimeError in the middle of an
         accumulation.
@@ -245,7 +284,7 @@ class Engine:
             "random": _random_state(),
             "client": dict(client_state or {}),
         }
-        checkpoint.save(Path(save_dir), tag or f"global_step{self.global_steps}", state, self._backend)
+        checkpoint.save(Path(save_dir), tag or f"global_step{self.global_steps}", state, self._backend, save_latest)
         return True
 
     def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[str | None, dict[str, Any]]:
@@ -289,6 +328,7 @@ class Engine:
         pieces = [piece for group in groups for piece in group.pieces]
         if self._expansion is not None:
             self._expansion.attach(self._above(pieces))
+        self._offer_rate()
         if self._prefix is not None:
             self._prefix.reset(min(self._depths[piece.name] for piece in pieces))
 

@@ -1,4 +1,4 @@
-"""Stateless updates of the layers above the active block (in the spirit of BREAD, Wang et al. 2025).
+"""Stateless updates of the layers above the active block (the idea of BREAD).
 
 Backward passes through these layers anyway; one matrix product more a weight gives its gradient, which is
 used and freed at once, so there is never more than one of them.

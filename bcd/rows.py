@@ -42,7 +42,8 @@ class ActiveRows:
     """
 
     def __init__(self, model: nn.Module, weight: nn.Parameter, pieces: Sequence[Piece]):
-        self.weight, self.pieces, self.name = weight, tuple(pieces), pieces[0].name
+        self.root, self.weight, self.pieces = model, weight, tuple(pieces)
+        self.used = False
         rows = [row_view(weight.detach(), piece) for piece in pieces]
         # Under ZeRO-3 the whole weight is here for a moment only.
         self.parameters = [nn.Parameter(r.clone() if hasattr(weight, "ds_id") else r) for r in rows]
@@ -55,10 +56,20 @@ class ActiveRows:
         self._handles = []
 
     def attach(self) -> None:
-        """Replace the weight by the sliced one in every forward pass from now on."""
-        for module, attribute in self.owners:
-            self._handles.append(module.register_forward_pre_hook(self._enter(attribute)))
-            self._handles.append(module.register_forward_hook(self._leave(attribute), always_call=True))
+        """Replace the weight by the sliced one in every forward pass from now on.
+
+        While the whole model runs, since a loss may read ``lm_head.weight`` without calling the module; and
+        while the module runs, which it also does alone when activations are recomputed. Under ZeRO-3 the
+        weight is there only while its module runs.
+        """
+        hooked = [(module, [(module, attribute)]) for module, attribute in self.owners]
+        if not hasattr(self.weight, "ds_id"):
+            hooked.insert(0, (self.root, self.owners))
+        for module, owners in hooked:
+            for owner, attribute in owners:
+                enter, leave = self._hooks(owner, attribute)
+                self._handles.append(module.register_forward_pre_hook(enter))
+                self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def detach(self) -> None:
         """Undo `attach`."""
@@ -77,7 +88,7 @@ class ActiveRows:
             module.register_parameter(name, parameter)
 
         def before(module, prefix, keep_vars):
-            if not hasattr(self.weight, "ds_id"):
+            if self.weight.numel() and all(p.numel() for p in self.parameters):  # not taken apart by ZeRO-3
                 self.write_back()
 
         def after(module, state_dict, prefix, metadata):
@@ -105,21 +116,27 @@ class ActiveRows:
                 if not _same_memory(target, parameter):
                     target.copy_(parameter)
 
-    def _enter(self, attribute: str):
-        def hook(module, args):
+    def _hooks(self, owner: nn.Module, attribute: str):
+        before = []
+
+        def enter(module, args):
             value = self.weight
             for piece, parameter in zip(self.pieces, self.parameters, strict=True):
                 value = _RowSlice.apply(parameter, value, *piece.rows)
+            before.append(owner.__dict__.get(attribute))
             # An entry in the instance's dict is found before the registered parameter.
-            module.__dict__[attribute] = value
+            owner.__dict__[attribute] = value
+            self.used = True
 
-        return hook
+        def leave(module, args, output):
+            # Nothing was entered if another hook raised first.
+            value = before.pop() if before else None
+            if value is None:
+                owner.__dict__.pop(attribute, None)
+            else:
+                owner.__dict__[attribute] = value
 
-    def _leave(self, attribute: str):
-        def hook(module, args, output):
-            module.__dict__.pop(attribute, None)
-
-        return hook
+        return enter, leave
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -356,15 +356,14 @@ def test_learning_rate_is_ours():
     rates = []
     for index in range(4):
         rates.append(engine.get_lr()[0])
+        assert {g["lr"] for g in engine.optimizer.param_groups} == {rates[-1]}
         train(engine, 1, first=index)
-        if engine.schedule.inner_step:
-            assert {g["lr"] for g in engine.optimizer.param_groups} == {rates[-1]}
     # Warm-up over two steps and after each switch over one; then linear from step 2 to step 10.
     assert rates == pytest.approx([0.25e-3, 1e-3, 0.5e-3, 1e-3 * 7 / 8])
     engine.set_lr(2e-3)
     assert engine.get_lr() == [1e-3]  # two updates a block: the second block is just over
     train(engine, 1)
-    assert engine.optimizer.param_groups[0]["lr"] == 1e-3 and engine.get_lr() == [2e-3]
+    assert engine.optimizer.param_groups[0]["lr"] == 2e-3 and engine.get_lr() == [2e-3]
 
 
 def test_gradient_accumulation_equals_the_large_batch():
@@ -410,6 +409,60 @@ def test_resume_in_the_middle_of_a_block_is_bit_exact(order, options, tmp_path):
     assert second.schedule.state_dict() == through.schedule.state_dict()
 
 
+def test_a_rate_written_into_the_groups_holds_for_one_update():
+    engine = start(build(llama_config()), lr=1e-3, steps_per_block=3, switch_warmup=1)
+    train(engine, 1)
+    used = []
+    step = engine._backend.step
+    engine._backend.step = lambda rate, boundary: used.append(rate) or step(rate, boundary)
+    for rate in (5e-3, None, 4e-3):
+        if rate:
+            for group in engine.optimizer.param_groups:
+                group["lr"] = rate
+        train(engine, 1)
+    assert used == [5e-3, 1e-3, 2e-3]  # the last one is the first after a switch
+
+
+class Wrapped(torch.nn.Module):
+    """A model whose loss reads the head's weight and does not call the head."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, labels):
+        hidden = self.model.model(input_ids=input_ids).last_hidden_state
+        logits = hidden @ self.model.lm_head.weight.T
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return type("Output", (), {"loss": loss})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_a_weight_that_is_read_without_its_module(tied):
+    model = Wrapped(build(llama_config(tied=tied)))
+    model.model.activation_checkpointing_enable()
+    engine = start(model, max_block_gb=2e-5, lr=0.1, steps_per_block=1)
+    reference = Wrapped(build(llama_config(tied=tied)))
+    for _ in engine.partition.blocks:
+        reference.load_state_dict(model.state_dict())
+        reference.zero_grad()
+        reference(**batch(0)).loss.backward()
+        engine.backward(engine(**batch(0)).loss)
+        pieces = [piece for group in engine._backend.groups for piece in group.pieces]
+        for piece, parameter in zip(pieces, engine._backend.parameters, strict=True):
+            whole = reference.get_parameter(piece.name).grad
+            torch.testing.assert_close(parameter.grad, whole[slice(*(piece.rows or (None,)))])
+        engine.step()
+    assert not any("weight" in module.__dict__ for module in model.modules())
+
+
+def test_rows_that_are_never_used_are_an_error():
+    engine = start(build(llama_config()), granularity=["lm_head", "model"], max_block_gb=2e-5)
+    engine._pending = True
+    with pytest.raises(RuntimeError, match="'lm_head.weight' were never used"):
+        engine.step()
+
+
 def test_random_state_is_part_of_a_checkpoint(tmp_path):
     engine = start(build(llama_config()))
     engine.save_checkpoint(tmp_path)
@@ -422,6 +475,8 @@ def test_checkpoints_that_do_not_match_are_refused(tmp_path):
     engine = start(build(llama_config()))
     assert engine.load_checkpoint(tmp_path) == (None, {})
     engine.save_checkpoint(tmp_path, tag="one")
+    engine.save_checkpoint(tmp_path, tag="not the latest", save_latest=False)
+    assert (tmp_path / "latest").read_text() == "one" and (tmp_path / "not the latest").is_dir()
     with pytest.raises(ValueError, match="no checkpoint 'two'"):
         engine.load_checkpoint(tmp_path, tag="two")
     for other, message in (
@@ -495,7 +550,7 @@ def test_export_is_a_plain_checkpoint(config, tmp_path):
 def test_train_and_eval():
     engine = start(build(llama_config()))
     assert not engine.eval().module.training and engine.train().module.training
-    assert engine.device.type == "cpu"
+    assert engine.device.type == "cpu" and engine.zero_optimization_stage() == 0
     with torch.no_grad():
         assert not engine(**batch(0)).loss.requires_grad
 

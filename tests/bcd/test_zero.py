@@ -195,12 +195,10 @@ def check(cases, outcomes, world):
         first = outcomes[0][number]
         values = outcome(plain)
         error = {name: (first["weights"][name] - value).float() for name, value in values.items()}
-        if case[2] == "fp32":
-            assert max(value.abs().max() for value in error.values()) < 3e-4, case
-        else:
-            # In bf16 the sign of a gradient near zero, and with it Adam's step, hangs on the last bit.
-            moved = {name: value.float() - initial[name] for name, value in values.items()}
-            assert _norm(error) < (0.15 if world > 1 else 0.01) * _norm(moved), case
+        moved = {name: value.float() - initial[name] for name, value in values.items()}
+        # Where a gradient is nearly zero its sign, and with it Adam's step, hangs on the last bit.
+        allowed = 1e-3 if case[2] == "fp32" else 0.02 if world == 1 else 0.15
+        assert _norm(error) < allowed * _norm(moved), case
         assert first["norm"] == pytest.approx(plain.get_global_grad_norm(), rel=0.02)
         mean = [sum(column) / world for column in zip(*(o[number]["losses"] for o in outcomes), strict=True)]
         assert mean == pytest.approx(losses, rel=0.01)
