@@ -1,4 +1,4 @@
-"""Targets on recorded traces; runs where FSEP_TRACES names a folder of load traces (.npz), which are not shipped."""
+"""Targets on recorded traces; runs where FSEP_TRACES names a folder of load traces (.npz); none are shipped."""
 
 import os
 from pathlib import Path
