@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 
 import bcd
 from bcd.memory import state_bytes
@@ -434,7 +435,7 @@ class Wrapped(torch.nn.Module):
         hidden = self.model.model(input_ids=input_ids).last_hidden_state
         logits = hidden @ self.model.lm_head.weight.T
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return type("Output", (), {"loss": loss})
+        return CausalLMOutput(loss=loss)
 
 
 @pytest.mark.parametrize("tied", [False, True])
