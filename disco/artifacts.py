@@ -15,6 +15,7 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 MADE_FROM = "made_from"  # in a partial folder: the key of what it is being made from
+REQUIRED = {"stage", "inputs", "key", "fingerprint", "files", "finished_at", "started", "finished"}
 SCRATCH = "work"  # in a partial folder: what helps to make the stage and is no part of it
 PACKAGES = ("torch", "transformers", "deepspeed", "scikit-learn", "datasets", "tokenizers", "numpy")
 
@@ -38,7 +39,9 @@ def file_hash(path: Path) -> str:
 
 def file_hashes(paths: Iterable[Path], cache: Path) -> list[str]:
     """SHA-256 of each file, remembered in `cache` by path, size and time of change."""
-    known = json.loads(cache.read_text()) if cache.exists() else {}
+    known = {}
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        known = json.loads(cache.read_text())
     before, hashes = len(known), []
     for path in paths:
         info = path.stat()
@@ -151,8 +154,9 @@ def manifest(folder: Path) -> dict:
     if not folder.is_dir():
         raise ArtifactError(f"{folder}: no such stage folder: run the stage first")
     value = read_json(folder / MANIFEST)
-    if not isinstance(value, dict) or "fingerprint" not in value or "files" not in value:
-        raise ArtifactError(f"{folder / MANIFEST}: damaged: it has no fingerprint or no list of files")
+    missing = REQUIRED - set(value) if isinstance(value, dict) else REQUIRED
+    if missing:
+        raise ArtifactError(f"{folder / MANIFEST}: damaged: it has no {', '.join(sorted(missing))}")
     return value
 
 
@@ -184,8 +188,12 @@ def verify(folder: Path, *, hashes: bool = True) -> None:
 @contextlib.contextmanager
 def lock(folder: Path) -> Iterator[None]:
     """Hold a run folder for this process; the kernel lets go when the process ends, however it ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a+") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "a+")
+    except OSError as error:
+        raise ArtifactError(f"run folder {folder}: {error.strerror}: set runs= to a folder you can write") from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

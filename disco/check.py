@@ -13,6 +13,7 @@ from disco.config import ConfigError, Experiment, Optimizer
 from disco.family import num_experts, top_k, with_experts
 from disco.sources import check_sources
 from disco.stages import clusters, described_model, starts_single
+from disco.tokenizer import check_tokenizer
 from disco.train import price_of
 
 
@@ -22,6 +23,7 @@ def check(config: Experiment) -> None:
     experts = num_experts(full)
     _check_model(config, full, experts)
     check_sources(config.corpus)
+    check_tokenizer(config)
     for name in ("seed_phase", "train", "finetune"):
         _check_optimizer(name, getattr(config, name))
     for stage in ("train", "finetune"):

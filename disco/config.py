@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 Share = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[int, Field(gt=0)]
 Tokens = Annotated[int, Field(ge=0)]
 
@@ -24,13 +25,13 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class Source(Section):
     """One named part of the corpus; exactly one of `files`, `text`, `jsonl`, `parquet`, `csv`, `hub`."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     files: list[str] | None = Field(None, description="globs; each file is a document")
     text: list[str] | None = Field(None, description="text files, one document a line")
     jsonl: list[str] | None = None
@@ -138,7 +139,7 @@ class Optimizer(Section):
     warmup: Share = Field(0.03, description="share of the steps")
     min_learning_rate: Share = Field(0.1, description="share of learning_rate at the end of the schedule")
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     clip: Annotated[float, Field(ge=0)] = Field(1.0, description="global gradient norm; 0 = off")
     zero_stage: Literal[0, 1, 2, 3] = 0
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -151,10 +152,11 @@ class Optimizer(Section):
     @model_validator(mode="after")
     def _whole_batches(self):
         micro = self.micro_batch_size or -(-self.batch_size // self.processes)
-        if self.batch_size % (micro * self.processes):
+        together = micro * self.processes
+        if self.batch_size % together:
             raise ValueError(
                 f"batch_size {self.batch_size} is not a multiple of micro_batch_size x processes "
-                f"({micro} x {self.processes})"
+                f"({micro} x {self.processes}): set it to {max(1, self.batch_size // together) * together}"
             )
         return self
 
@@ -258,7 +260,7 @@ class Launch(Section):
 class Experiment(Section):
     """A whole experiment. `Experiment.load(path, overrides)` is how one is made."""
 
-    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9_.-]+$")
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     runs: str = Field("runs", description="folder that holds the run folders")
     model: Model

@@ -59,10 +59,9 @@ def run_job(job: Job, threads: int) -> None:
     """Train in processes of its own, which end when this one does. Raises JobError when they fail."""
     path = Path(job.out) / SCRATCH / JOB
     write_json(path, job.model_dump(mode="json"))
-    command = [sys.executable]
+    command = [sys.executable, "-m", "disco.job", str(path)]
     if job.section.processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.section.processes}"]
-    command += ["-m", "disco.job", str(path)]
+        command += ["--processes", str(job.section.processes)]
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "PYTHONHASHSEED": "0",
@@ -76,7 +75,7 @@ def run_job(job: Job, threads: int) -> None:
     finally:
         _stop(process)
     if code:
-        raise JobError(f"{job.phase}: training ended with exit code {code}; what was done is kept in {job.out}")
+        raise JobError(f"{job.phase}: training ended with exit code {code} (its reason stands above)")
 
 
 def stop_jobs() -> None:
@@ -101,8 +100,14 @@ def _die_with_parent() -> None:
         sys.exit("disco: the run that started this process is gone")
 
 
-def main(path: str) -> None:
+def main(path: str, *options: str) -> None:
+    """Train the job in `path`; with `--processes N`, as torchrun does it, in N processes of this one."""
     _die_with_parent()
+    if options:
+        from torch.distributed import run
+
+        os.environ["DISCO_PARENT"] = str(os.getpid())
+        return run.main(["--standalone", f"--nproc-per-node={options[1]}", "-m", "disco.job", path])
     raw: dict[str, Any] = json.loads(Path(path).read_text())
     from transformers.utils import logging
 
@@ -118,4 +123,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

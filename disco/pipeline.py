@@ -85,10 +85,8 @@ def _make_all(config: Experiment, batch: list[Stage], say: Callable[[str], None]
         pool.shutdown(wait=False, cancel_futures=True)
         stop_jobs()
     if failed:
-        reasons = "; ".join(f"{name}: {error}" for name, error in sorted(failed.items()))
-        raise ArtifactError(
-            f"{len(failed)} of {len(batch)} stages failed ({reasons}): run again to go on with them"
-        )
+        reasons = "; ".join(str(error) for _, error in sorted(failed.items()))
+        raise ArtifactError(f"{len(failed)} of {len(batch)} submodels failed: {reasons}. The others are kept")
 
 
 def _make(config: Experiment, stage: Stage, say: Callable[[str], None]) -> None:

@@ -103,12 +103,13 @@ def _start(config: Experiment) -> Iterator[Stage]:
 def _disco(config: Experiment, prefix: str, method: str | None) -> Iterator[Stage]:
     """Cluster, train apart, merge, fine-tune; `method` overrides cluster.method for the random split."""
     run, tune, k = config.folder, config.finetune, clusters(config)
+    minimum = config.train.batch_size * config.corpus.sequence_length
     looks = ("start",) if config.cluster.features != "tfidf" and method is None else ()
 
     yield Stage(
         f"{prefix}cluster",
         ("prepare", *looks),
-        {"cluster": _dump(config.cluster), "k": k, "method": method},
+        {"cluster": _dump(config.cluster), "k": k, "method": method, "minimum_tokens": minimum},
         lambda out: cluster(
             config,
             _corpus(config),
@@ -116,7 +117,7 @@ def _disco(config: Experiment, prefix: str, method: str | None) -> Iterator[Stag
             k=k,
             method=method,
             model_folder=run / "start" if looks else None,
-            minimum_tokens=config.train.batch_size * config.corpus.sequence_length,
+            minimum_tokens=minimum,
         ),
     )
     if not prefix and not starts_single(config):
@@ -135,7 +136,7 @@ def _disco(config: Experiment, prefix: str, method: str | None) -> Iterator[Stag
     yield Stage(
         f"{prefix}merge",
         ("prepare", f"{prefix}cluster", "start", *trained),
-        _dump(config.merge),
+        {"merge": _dump(config.merge), "model": _dump(config.model)},
         lambda out: merge_submodels(config, prefix, out),
     )
     last = f"{prefix}merge"

@@ -41,7 +41,7 @@ def model_config(raw: dict, tokenizer=None) -> PretrainedConfig:
     """
     raw = _numbers(raw)
     model_type = raw.pop("model_type", None)
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
             f"model.config.model_type is '{model_type}': known families are {', '.join(sorted(FAMILIES))}"
         )

@@ -65,6 +65,9 @@ def test_there_are_shipped_configs():
         ),
         ({"name": ""}, "name is ''"),
         ({"name": "a/../b"}, "name is 'a/../b'"),
+        ({"name": ".."}, "name is '..'"),
+        ({"train": {"betas": [0.9, 1.0]}}, "train.betas.1 is 1.0"),
+        ({"train": {"learning_rate": float("inf")}}, "train.learning_rate is inf"),
         ({"seed": -1}, "seed is -1"),
         ({"model": {}}, "exactly one of model.source"),
         ({"model": {"config": {"hidden_size": 3}}}, "no model_type"),
@@ -74,7 +77,7 @@ def test_there_are_shipped_configs():
         ({"corpus": {"sources": [{"name": "a", "text": ["x"]}] * 2}}, "two sources are named 'a'"),
         ({"train": {"learning_rate": 0}}, "train.learning_rate is 0"),
         ({"train": {"learning_rate": "fast"}}, "train.learning_rate is 'fast'"),
-        ({"train": {"batch_size": 6, "micro_batch_size": 4}}, "no(t a)? multiple"),
+        ({"train": {"batch_size": 6, "micro_batch_size": 4}}, "is not a multiple .* set it to 4"),
         ({"merge": {"router": "prob"}}, "merge.router is 'prob'"),
     ],
 )

@@ -280,6 +280,8 @@ def test_a_checkpoint_is_split_trained_and_merged_again(finished, tmp_path):
         ({"cluster": {"features": "embedding"}, "seed_phase": {"tokens": 0}}, "the model is untrained"),
         ({"corpus": {"sources": [{"name": "gone", "jsonl": ["nowhere/*.jsonl"]}]}}, "gone.*nowhere"),
         ({"model": {"config": {"model_type": "llama"}}}, "llama"),
+        ({"model": {"config": {"model_type": ["x"]}}}, "model_type is"),
+        ({"corpus": {"tokenizer": {"kind": "train", "vocab_size": 10}}}, "vocab_size"),
         ({"model": {"config": {"model_type": "qwen2_moe", "hiden_size": 8}}}, "did you mean 'hidden_size'"),
         ({"model": {"source": "no/such/folder/at/all", "config": None}}, "no such folder"),
     ],
@@ -297,3 +299,32 @@ def test_a_cluster_smaller_than_a_batch_is_refused(tmp_path):
     config = Experiment.load(write(tmp_path, train={"batch_size": 64}))
     with pytest.raises(ConfigError, match="train.batch_size"):
         pipeline.run(config, until="cluster")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_no_training_process_outlives_a_killed_run(tmp_path):
+    """With two processes a submodel too, where torchrun's agent stands between."""
+    corpus(tmp_path / "corpus")
+    path = write(tmp_path, seed_phase={"tokens": 10_000_000, "processes": 2, "log_every": 1})
+    process = subprocess.Popen([sys.executable, "-m", "disco.cli", "run", str(path)], stdout=subprocess.DEVNULL)
+    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    deadline = time.time() + 240
+    while not metrics.exists() and time.time() < deadline:
+        time.sleep(0.1)
+    assert len(training_processes(tmp_path)) >= 3  # the agent and its two
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    deadline = time.time() + 30
+    while training_processes(tmp_path) and time.time() < deadline:
+        time.sleep(0.1)
+    assert not training_processes(tmp_path)
+
+
+def training_processes(folder: Path) -> list[str]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            command = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if "disco.job" in command and str(folder) in command:
+                found.append(command)
+    return found
