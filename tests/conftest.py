@@ -10,34 +10,10 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.disco.tiny_models import tiny_config
 
 torch.set_num_threads(1)
-
-TINY = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-}
-EXPERTS = {
-    "qwen2_moe": {
-        "num_experts": 4,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 40,
-        "intermediate_size": 40,
-    },
-    "mixtral": {"num_local_experts": 4, "intermediate_size": 24},
-    "olmoe": {"num_experts": 4, "intermediate_size": 24},
-}
-
-
-def tiny_config(model_type: str, **changed):
-    return CONFIG_MAPPING[model_type](**(TINY | EXPERTS[model_type] | changed))
 
 
 @pytest.fixture
@@ -46,7 +22,8 @@ def tiny_model():
 
     def make(model_type: str = "qwen2_moe", **changed):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(tiny_config(model_type, **changed))
+        config = tiny_config(model_type, experts=4, vocab_size=96, initializer_range=0.1, **changed)
+        model = AutoModelForCausalLM.from_config(config)
         for name, parameter in model.named_parameters():
             if name.endswith(("gate.weight", "router.weight")):
                 torch.nn.init.normal_(parameter, std=0.3)
