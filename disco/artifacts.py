@@ -13,9 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # typing's own suits pydantic only from Python 3.12 on
+
 MANIFEST = "manifest.json"
 MADE_FROM = "made_from"  # in a partial folder: the key of what it is being made from
-REQUIRED = {"stage", "inputs", "key", "fingerprint", "files", "finished_at", "started", "finished"}
+REBUILD = "rebuild the stage with --force"
 SCRATCH = "work"  # in a partial folder: what helps to make the stage and is no part of it
 PACKAGES = ("torch", "transformers", "deepspeed", "scikit-learn", "datasets", "tokenizers", "numpy")
 
@@ -41,7 +44,7 @@ def file_hashes(paths: Iterable[Path], cache: Path) -> list[str]:
     """SHA-256 of each file, remembered in `cache` by path, size and time of change."""
     known = {}
     with contextlib.suppress(FileNotFoundError, ValueError):
-        known = json.loads(cache.read_text())
+        known = dict(json.loads(cache.read_text()))
     before, hashes = len(known), []
     for path in paths:
         info = path.stat()
@@ -149,15 +152,36 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def manifest(folder: Path) -> dict:
-    """The manifest of a finished stage. Raises ArtifactError where it is missing or unreadable."""
+class Entry(TypedDict):
+    bytes: int
+    sha256: str
+
+
+class Manifest(TypedDict):
+    stage: str
+    inputs: dict[str, str]
+    section: Any
+    seed: int
+    key: str
+    fingerprint: str
+    files: dict[str, Entry]
+    packages: dict[str, str]
+    finished_at: str
+    started: float
+    finished: float
+
+
+def manifest(folder: Path) -> Manifest:
+    """The manifest of a finished stage. Raises ArtifactError where it is missing or damaged."""
     if not folder.is_dir():
         raise ArtifactError(f"{folder}: no such stage folder: run the stage first")
-    value = read_json(folder / MANIFEST)
-    missing = REQUIRED - set(value) if isinstance(value, dict) else REQUIRED
-    if missing:
-        raise ArtifactError(f"{folder / MANIFEST}: damaged: it has no {', '.join(sorted(missing))}")
-    return value
+    try:
+        return TypeAdapter(Manifest).validate_python(read_json(folder / MANIFEST))
+    except ValidationError as error:
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        raise ArtifactError(f"{folder / MANIFEST}: damaged at '{place}': {REBUILD}") from None
+    except ArtifactError as error:
+        raise ArtifactError(f"{error}: {REBUILD}") from None
 
 
 def content(folder: Path) -> str:

@@ -77,6 +77,14 @@ def _check_model(config: Experiment, full, experts: int) -> None:
 
 
 def _check_optimizer(name: str, section: Optimizer) -> None:
+    frozen = (getattr(section, "mode", "full") == "expert" and "train.mode expert") or (
+        getattr(section, "router_tokens", 0) and "finetune.router_tokens"
+    )
+    if section.zero_stage == 3 and frozen:
+        raise ConfigError(
+            f"{name}.zero_stage is 3, which cannot train beside frozen parameters ({frozen}): "
+            f"set {name}.zero_stage=2"
+        )
     gpus = torch.cuda.device_count()
     available = gpus or os.cpu_count() or 1
     if section.processes > available:

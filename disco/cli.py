@@ -17,15 +17,21 @@ app = typer.Typer(
 )
 console = Console(soft_wrap=True, highlight=False)
 
-ConfigPath = Annotated[Path, typer.Argument(help="experiment file (YAML)")]
+ConfigPath = Annotated[Path, typer.Argument(help="experiment file (YAML), or a run folder")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="overrides such as train.tokens=200000")]
 Submodel = Annotated[int, typer.Option(min=0, help="which submodel")]
 
 
 def _load(path: Path, overrides: list[str] | None):
-    from disco.config import Experiment
+    """The experiment of a file, or of a run folder wherever that stands now."""
+    from disco.config import ConfigError, Experiment
 
-    return Experiment.load(path, overrides or [])
+    if not path.is_dir():
+        return Experiment.load(path, overrides or [])
+    if not (path / "experiment.yaml").is_file():
+        raise ConfigError(f"{path}: not a run folder: it has no experiment.yaml")
+    experiment = Experiment.load(path / "experiment.yaml", overrides or [])
+    return experiment.model_copy(update={"runs": str(path.absolute().parent), "name": path.absolute().name})
 
 
 def _say(text: str) -> None:
@@ -53,16 +59,8 @@ def run(
 def status(run: Annotated[Path, typer.Argument(help="run folder, or the experiment file")]) -> None:
     """Show the state of every stage of a run."""
     from disco import artifacts, pipeline
-    from disco.config import ConfigError, Experiment
 
-    if run.is_dir():
-        if not (run / "experiment.yaml").is_file():
-            raise ConfigError(f"{run}: not a run folder: it has no experiment.yaml")
-        experiment = Experiment.load(run / "experiment.yaml")
-        moved = {"runs": str(run.absolute().parent), "name": run.absolute().name}
-        experiment = experiment.model_copy(update=moved)
-    else:
-        experiment = Experiment.load(run)
+    experiment = _load(run, None)
     table = Table("stage", "state", "finished", "seconds")
     for name, state in pipeline.status(experiment).items():
         finished, seconds = "", ""
@@ -100,8 +98,15 @@ def train(
 ) -> None:
     """Train the submodels, or one of them (at home, or in an unpacked pack)."""
     from disco import pack, pipeline, stages
+    from disco.config import ConfigError
 
     experiment = _load(config, overrides)
+    packed = sorted(experiment.folder.glob("packed-*.json"))
+    if packed and (submodel is None or stages.packed_file(experiment.folder, submodel) not in packed):
+        one = packed[0].stem.removeprefix("packed-")
+        raise ConfigError(
+            f"{experiment.folder} is a pack of submodel {one} alone: disco train ... --submodel {one}"
+        )
     if submodel is not None and stages.packed_file(experiment.folder, submodel).exists():
         _say(f"carry this file home and `disco collect` it: {pack.train_packed(experiment, submodel)}")
     else:

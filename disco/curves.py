@@ -66,12 +66,20 @@ class Curve:
 def read_curves(run: Path) -> dict[str, Curve]:
     """The curve of each phase in `run`/metrics.jsonl.
 
-    A later attempt replaces the rows of earlier ones from the step at which it went on.
+    A later attempt replaces the rows of earlier ones from the step at which it went on, which its first ledger
+    row tells.
     """
-    devices = {phase_of(row): row["devices"] for row in read(run / "ledger.jsonl")}
+    ledger = read(run / "ledger.jsonl")
+    devices = {phase_of(row): row["devices"] for row in ledger}
+    starts = [row for row in ledger if row.get("status") == "startup"]
+    began = {(phase_of(row), row["attempt"]): row.get("step", 0) for row in starts}
     rows_of: dict[str, list[dict]] = {}
     for row in read(run / "metrics.jsonl"):
         kept = rows_of.setdefault(row["phase"], [])
+        attempt = row.get("attempt")
+        if kept and kept[-1].get("attempt") != attempt:
+            last = began.get((row["phase"], attempt), row["step"] - 1)
+            kept[:] = [earlier for earlier in kept if earlier["step"] <= last]
         while kept and kept[-1]["step"] >= row["step"]:
             kept.pop()
         kept.append(row)

@@ -5,7 +5,7 @@ S positions, D documents, C cluster codes; -1 marks positions without a label.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +25,11 @@ from disco.routing import RouterCounts, summary
 RESULTS = "results.json"
 
 
-def models(run: Path, submodels: int) -> dict[str, Path]:
-    """Name and folder of every model that the run has, in the order in which the report shows them."""
+def models(run: Path, submodels: int, stages: Collection[str] | None = None) -> dict[str, Path]:
+    """Name and folder of every model that the run has, in the order in which the report shows them.
+
+    With `stages` only theirs: a folder may hold models of an earlier form of the experiment too.
+    """
     named = {"start": "start"}
     named |= {f"submodel {k}": f"train/{k}" for k in range(submodels)}
     named |= {"merged": "merge", "router tuned": "finetune_router", "tuned": "finetune"}
@@ -35,7 +38,11 @@ def models(run: Path, submodels: int) -> dict[str, Path]:
         f"random_split {name}": f"baselines/random_split/{folder}"
         for name, folder in (("merged", "merge"), ("router tuned", "finetune_router"), ("tuned", "finetune"))
     }
-    return {name: run / folder for name, folder in named.items() if (run / folder / "config.json").exists()}
+    return {
+        name: run / folder
+        for name, folder in named.items()
+        if (run / folder / "config.json").exists() and (stages is None or folder in stages)
+    }
 
 
 def final(named: dict[str, Any], prefix: str = "") -> str | None:
@@ -132,8 +139,14 @@ def by_group(sums_D: np.ndarray, labels_D: np.ndarray, group_D: np.ndarray, name
     return {name: loss_of(sums_D[group_D == g], labels_D[group_D == g]) for g, name in enumerate(names)}
 
 
-def evaluate(config: Experiment, run: Path, out: Path, progress: Callable[[str], None] = print) -> None:
-    """Measure every model of the run on the validation split and write results.json into `out`.
+def evaluate(
+    config: Experiment,
+    run: Path,
+    out: Path,
+    progress: Callable[[str], None] = print,
+    stages: Collection[str] | None = None,
+) -> None:
+    """Measure every model of the run (of its `stages`, if given) on the validation split; write results.json.
 
     {"models": {name: {cross_entropy, perplexity, tokens, by_cluster, by_source}}, "routing": {name: {counts
     [layer][cluster][expert], entropy, specialisation, dead}}, "tasks": {name: {task: {metric: value}}},
@@ -150,11 +163,12 @@ def evaluate(config: Experiment, run: Path, out: Path, progress: Callable[[str],
         split, np.arange(len(split)), config.corpus.sequence_length, config.corpus.packing, config.seed
     )
     rows = everything.take(np.arange(min(len(everything), section.max_rows or len(everything))))
-    named = models(run, clusters)
+    named = models(run, clusters, stages)
     results: dict[str, Any] = {
         "models": {},
         "routing": {},
         "tasks": {},
+        "stages": None if stages is None else sorted(stages),
         "differences": {},
         "validation": {"documents": len(split), "rows": len(everything), "rows_used": len(rows)},
     }

@@ -12,7 +12,7 @@ from disco.curves import JOINT, RANDOM, Curve, EqualLoss, equal_loss, path, read
 from disco.evaluate import RESULTS, final
 from disco.page import Block, Text, Tiles
 from launch import hardware
-from launch.ledger import read
+from launch.ledger import phase_of, read
 
 LEVEL = 0.005  # nats: less than this, or than two standard errors, is called no difference
 
@@ -69,7 +69,10 @@ def gather(config: Experiment, folder: Path) -> Run:
         raise ArtifactError(f"{folder / 'evaluate' / RESULTS}: damaged: it names no models: evaluate again")
     devices = hardware.load(config.hardware.table)
     price = hardware.lookup(config.hardware.finetune, devices, "hardware.finetune").price
-    return Run(config, folder, results, Bill(read(folder / "ledger.jsonl")), read_curves(folder), price)
+    stages = results.get("stages")  # rows of an earlier form of the experiment are no part of this bill
+    rows = [row for row in read(folder / "ledger.jsonl") if stages is None or phase_of(row) in stages]
+    curves = {phase: curve for phase, curve in read_curves(folder).items() if stages is None or phase in stages}
+    return Run(config, folder, results, Bill(rows), curves, price)
 
 
 def headline(run: Run) -> list[Block]:

@@ -112,12 +112,13 @@ def main(path: str, *options: str) -> None:
     from transformers.utils import logging
 
     from disco.trainer import TrainingError, train
+    from launch.ledger import LedgerError
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
         train(Job.model_validate(raw))
-    except (TrainingError, ArtifactError) as error:
+    except (TrainingError, ArtifactError, LedgerError) as error:
         print(f"disco: {error}", file=sys.stderr)
         sys.exit(3)
 

@@ -12,7 +12,7 @@ from disco.config import ConfigError, Experiment, closest
 from disco.job import stop_jobs
 from disco.stages import Stage, stages
 
-FRESH, STALE, MISSING, STARTED, WAITING = "fresh", "stale", "missing", "started", "waiting"
+FRESH, STALE, MISSING, STARTED, WAITING, DAMAGED = "fresh", "stale", "missing", "started", "waiting", "damaged"
 
 
 def expected_inputs(config: Experiment, stage: Stage) -> dict[str, str]:
@@ -21,7 +21,7 @@ def expected_inputs(config: Experiment, stage: Stage) -> dict[str, str]:
 
 
 def status(config: Experiment) -> dict[str, str]:
-    """The state of every stage: fresh, stale, started (resumes), missing, or waiting for another stage."""
+    """The state of every stage: fresh, stale, started (resumes), missing, damaged, or waiting for another."""
     states: dict[str, str] = {}
     for name, stage in stages(config).items():
         folder = config.folder / name
@@ -29,7 +29,11 @@ def status(config: Experiment) -> dict[str, str]:
             states[name] = WAITING
         elif folder.exists():
             key = artifacts.stage_key(expected_inputs(config, stage), stage.section, config.seed)
-            states[name] = FRESH if artifacts.manifest(folder).get("key") == key else STALE
+            try:
+                artifacts.verify(folder, hashes=False)
+                states[name] = FRESH if artifacts.manifest(folder)["key"] == key else STALE
+            except ArtifactError:
+                states[name] = DAMAGED
         else:
             states[name] = STARTED if stage.trains and artifacts.partial_of(folder).exists() else MISSING
     return states

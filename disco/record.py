@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from disco.job import Job
-from launch.ledger import Ledger, append, read
+from launch.ledger import Ledger, append, phase_of, read
 from launch.tracking import tracker
 
 LEDGER_SECONDS = 10.0
@@ -28,7 +28,7 @@ class Recorder:
             return
         run = Path(job.run)
         self._ledger = Ledger(run / "ledger.jsonl")
-        earlier = [row["attempt"] for row in read(run / "ledger.jsonl") if row["phase"] == job.phase]
+        earlier = [row["attempt"] for row in read(run / "ledger.jsonl") if phase_of(row) == job.phase]
         self.attempt = 1 + max(earlier, default=0)
         self._metrics = run / "metrics.jsonl"
         name = f"{job.phase}#{self.attempt}"

@@ -246,7 +246,7 @@ def _unpriced(run: Run) -> list[Block]:
         try:
             note = artifacts.manifest(run.folder / stage)
             took.append(f"{stage} {duration(note['finished'] - note['started'])}")
-        except (ArtifactError, KeyError, TypeError):
+        except ArtifactError:
             continue
     return [Text(f"Not priced, wall time on one machine: {', '.join(took)}.")] if took else []
 

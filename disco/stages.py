@@ -59,7 +59,8 @@ def stages(config: Experiment) -> dict[str, Stage]:
     if "random_split" in config.baselines:
         graph += _disco(config, "baselines/random_split/", "random")
     run, models = config.folder, [stage.name for stage in graph if not stage.name.startswith("split/")]
-    graph.append(Stage("evaluate", tuple(models), _dump(config.evaluate), lambda out: evaluate(config, run, out)))
+    make = functools.partial(evaluate, config, run, stages=models)
+    graph.append(Stage("evaluate", tuple(models), _dump(config.evaluate), make))
     graph.append(Stage("report", ("evaluate",), _dump(config.hardware), lambda out: report(config, run, out)))
     return {stage.name: stage for stage in graph}
 
@@ -280,7 +281,7 @@ def starts_single(config: Experiment) -> bool:
 def described_model(config: Experiment) -> PretrainedConfig:
     """The Hugging Face config that section `model` describes."""
     if config.model.source is None:
-        return model_config(config.model.config)
+        return model_config({"vocab_size": config.corpus.tokenizer.vocab_size} | config.model.config)
     return load_config(locate(config.model.source, config.model.revision))
 
 

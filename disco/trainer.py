@@ -5,6 +5,7 @@ Rows come in the order of consumption and random numbers are derived from (seed,
 counter and the engine's checkpoint are all that a resumed run needs.
 """
 
+import contextlib
 import functools
 import math
 import os
@@ -106,10 +107,12 @@ def train(job: Job) -> None:
                     f"(now {job.aux_loss:g}) or lower the learning rate; the last checkpoint is kept in {out}"
                 )
         if section.checkpoint_every and state["step"] % section.checkpoint_every == 0:
-            checkpoint(engine, checkpoints, state)
+            with writing_to(checkpoints, job.phase):
+                checkpoint(engine, checkpoints, state)
         record.held(state, at_least=LEDGER_SECONDS)
 
-    export_model(engine, out, job.dtype)
+    with writing_to(out, job.phase):
+        export_model(engine, out, job.dtype)
     record.finish(state)
     dist.barrier()
     dist.destroy_process_group()
@@ -194,6 +197,20 @@ def gradient_norm(engine) -> float | None:
     return None if norm is None else float(norm)
 
 
+@contextlib.contextmanager
+def writing_to(folder: Path, phase: str):
+    """Say in words what PyTorch's own errors do not: that a model could not be written, and where."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        free = shutil.disk_usage(folder.parent).free
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TrainingError(
+            f"{phase}: the model could not be written to {folder} ({free / 1e6:,.0f} MB free there): {reason}: "
+            "free some space and run again; what was written before is kept"
+        ) from error
+
+
 def checkpoint(engine, folder: Path, state: dict) -> None:
     """Write `step-<n>`, whole or not at all, and drop the older ones."""
     name = f"step-{state['step']:08d}"
@@ -202,7 +219,7 @@ def checkpoint(engine, folder: Path, state: dict) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         os.rename(folder / f"{name}.partial", folder / name)
-        for old in folder.iterdir():
+        for old in folder.glob("step-*"):
             if old.name != name:
                 shutil.rmtree(old)
     dist.barrier()

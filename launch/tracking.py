@@ -62,6 +62,9 @@ def tracker(
         import wandb
     except ImportError:
         return Silent()
+    except Exception as error:  # installed, but broken
+        _warn(error)
+        return Silent()
     try:
         run.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("WANDB_CACHE_DIR", str(run / "wandb" / "cache"))  # a home may be read-only

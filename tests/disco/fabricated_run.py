@@ -61,7 +61,8 @@ def fabricate(
     router = {"method": "probe", "positions": 20000, "chance": 1 / k, "layers": layers}
     (folder / "merge" / "router.json").write_text(json.dumps(router))
     for stage, seconds in (("prepare", 21.0), ("cluster", 9.5), ("merge", 4.0), ("evaluate", 33.0)):
-        note = {"fingerprint": "f", "files": {}, "started": 1e9, "finished": 1e9 + seconds}
+        note = {"stage": stage, "inputs": {}, "section": {}, "seed": 0, "key": "k", "fingerprint": "f", "files": {}}
+        note |= {"packages": {}, "finished_at": "-", "started": 1e9, "finished": 1e9 + seconds}
         (folder / stage / "manifest.json").write_text(json.dumps(note))
     return config
 

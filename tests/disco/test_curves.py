@@ -42,6 +42,15 @@ def test_a_stage_done_again_with_fewer_steps_keeps_nothing_of_the_first_run(tmp_
     assert read_curves(tmp_path)["start"].loss.tolist() == [1.0]
 
 
+def test_an_attempt_begun_anew_keeps_nothing_whatever_the_steps(tmp_path):
+    """The second attempt logs later steps than the first: the ledger tells that it began at 0."""
+    first = [metric("start", s, validation_loss=0.5) for s in (5, 10, 15)]
+    write(tmp_path, "metrics", first + [metric("start", s, 2, loss=1.0) for s in (10, 20)])
+    row = {"phase": "start", "stage": "start", "submodel": None, "devices": 1, "status": "startup"}
+    write(tmp_path, "ledger", [row | {"attempt": 1, "step": 0}, row | {"attempt": 2, "step": 0}])
+    assert read_curves(tmp_path)["start"].loss.tolist() == [1.0, 1.0]
+
+
 def test_device_seconds_are_seconds_times_devices(tmp_path):
     write(tmp_path, "metrics", [metric("finetune", 5)])
     row = {"phase": "finetune", "stage": "finetune", "submodel": None, "devices": 4}

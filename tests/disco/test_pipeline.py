@@ -154,6 +154,31 @@ def test_damage_is_named_and_rebuilt_only_when_asked(finished):
     assert set(pipeline.status(finished).values()) == {pipeline.FRESH}
 
 
+def test_what_an_earlier_form_of_the_experiment_left_is_not_reported(finished, tmp_path):
+    """Without fine-tuning and baselines the merged model is the final one, and nothing else is on the bill."""
+    home = finished.model_copy(update={"runs": str(tmp_path / "home")})
+    shutil.copytree(finished.folder, home.folder)
+    untuned = home.finetune.model_copy(update={"tokens": 0, "router_tokens": 0})
+    less = home.model_copy(update={"finetune": untuned, "baselines": []})
+    pipeline.run(less, say=lambda text: None)
+    results = artifacts.read_json(less.folder / "evaluate" / "results.json")
+    assert list(results["models"]) == ["start", "submodel 0", "submodel 1", "merged"]
+    page = (less.folder / "report" / "report.md").read_text()
+    assert "joint training of the same model" not in page
+    assert "fine-tuning |" not in page
+
+
+def test_status_tells_damage_of_one_stage_from_the_rest(finished, tmp_path):
+    home = finished.model_copy(update={"runs": str(tmp_path / "home")})
+    shutil.copytree(finished.folder, home.folder)
+    (home.folder / "merge" / "manifest.json").write_text('{"files": []}')
+    states = pipeline.status(home)
+    assert states["merge"] == pipeline.DAMAGED
+    assert states["train/0"] == pipeline.FRESH
+    with pytest.raises(ArtifactError, match="rebuild the stage with --force"):
+        pipeline.run(home, say=lambda text: None)
+
+
 def test_unknown_stages_are_refused(finished):
     with pytest.raises(ConfigError, match="no stage is called 'finetun': did you mean 'finetune'"):
         pipeline.run(finished, until="finetun")
@@ -271,6 +296,8 @@ def test_a_checkpoint_is_split_trained_and_merged_again(finished, tmp_path):
     ("changed", "match"),
     [
         ({"cluster": {"k": 3}}, "cluster.k is 3 but the model has 2 experts"),
+        ({"train": {"zero_stage": 3, "mode": "expert"}}, "train.zero_stage is 3.*set train.zero_stage=2"),
+        ({"finetune": {"zero_stage": 3}}, "finetune.zero_stage is 3.*router_tokens"),
         ({"hardware": {"train": "rtx4909"}}, "hardware.train.*rtx4090"),
         ({"merge": {"router": "original"}}, "merge.router is 'original'"),
         ({"merge": {"backbone": [1.0, 2.0, 3.0]}}, "merge.backbone is .*needs 2 weights"),

@@ -184,6 +184,25 @@ def test_a_killed_run_resumes_bit_for_bit(make_job, toy_rows):
     assert attempts == {1, 2}
 
 
+def test_a_sharded_run_resumes_bit_for_bit(make_job, toy_rows):
+    """ZeRO-2 with two processes: stopped by a checkpoint that cannot be written, then continued."""
+    settings = {"batch_size": 4, "checkpoint_every": 2, "zero_stage": 2, "processes": 2}
+    rows = toy_rows(24)
+    whole, reference = make_job("whole", rows=rows, **settings)
+    run_job(whole, threads=1)
+    stopped, out = make_job("stopped", rows=rows, **settings)
+    blocked = out / SCRATCH / "checkpoints" / "step-00000004.partial"
+    blocked.parent.mkdir()
+    blocked.write_text("a file where a folder is wanted")
+    with pytest.raises(JobError):
+        run_job(stopped, threads=1)
+    assert [path.name for path in blocked.parent.glob("step-*2")] == ["step-00000002"]
+    blocked.unlink()
+    run_job(stopped, threads=1)
+    got, expected = weights(out), weights(reference)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(make_job, tiny_model, capfd):
     model = tiny_model()
     model.model.norm.weight.data[3] = float("nan")
