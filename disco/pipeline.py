@@ -42,7 +42,6 @@ def status(config: Experiment) -> dict[str, str]:
 def run(
     config: Experiment,
     *,
-    only: Iterable[str] | None = None,
     until: str | None = None,
     start: str | None = None,
     force: Iterable[str] = (),
@@ -51,11 +50,11 @@ def run(
     """Make every stage that is stale or missing, in order; submodels `launch.parallel` at a time.
 
     `until` is the last stage made, `start` the first of those made again, `force` names stages to make again
-    although fresh, `only` keeps to the named stages. A fresh stage whose files differ from its manifest raises
+    although fresh. A fresh stage whose files differ from its manifest raises
     ArtifactError: it is made again only with `force` or `start`.
     """
     graph = stages(config)
-    for name in [*(only or ()), *force, *filter(None, (until, start))]:
+    for name in [*force, *filter(None, (until, start))]:
         if not any(_named(stage, name) for stage in graph):
             raise ConfigError(f"no stage is called '{name}': {closest(name, graph)}")
     check(config)
@@ -63,7 +62,7 @@ def run(
     with artifacts.lock(config.folder):
         (config.folder / "experiment.yaml").write_text(config.dump(), encoding="utf-8")
         again = _again(graph, start, force)
-        todo = [stage for stage in _until(graph, until) if only is None or any(_named(stage.name, n) for n in only)]
+        todo = _until(graph, until)
         while todo:
             batch = [todo.pop(0)]
             if batch[0].submodel:  # its siblings need none of each other
