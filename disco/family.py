@@ -182,8 +182,11 @@ def expert_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for block in moe_blocks(model) for parameter in block.experts.parameters()]
 
 
-def freeze_shared(model: torch.nn.Module) -> None:
-    """Leave the routed experts trainable and nothing else (a submodel's router has no gradient anyway)."""
+def set_trainable(model: torch.nn.Module, what: str) -> None:
+    """Freeze all but `what`: all, experts (a submodel's router has no gradient anyway) or router."""
+    if what == "all":
+        return
+    chosen = expert_parameters(model) if what == "experts" else router_parameters(model)
     model.requires_grad_(False)
-    for parameter in expert_parameters(model):
+    for parameter in chosen:
         parameter.requires_grad_(True)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from disco.family import moe_blocks, top_k
-
-IGNORE = -100
+from disco.packing import IGNORED
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -65,7 +64,7 @@ def chunked_cross_entropy(hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor
 
     At most `chunk` x V logits exist at a time.
     """
-    keep = labels_N != IGNORE
+    keep = labels_N != IGNORED
     if not keep.all():
         hidden_NH, labels_N = hidden_NH[keep], labels_N[keep]
     return _ChunkedCrossEntropy.apply(hidden_NH, weight_VH, labels_N, chunk)
@@ -75,7 +74,7 @@ def chunked_cross_entropy(hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor
 def token_losses(hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, chunk: int = 1024) -> Tensor:
     """Cross-entropy [N] of each token, fp32; 0 where the label is -100."""
     losses_N = hidden_NH.new_zeros(len(labels_N), dtype=torch.float32)
-    kept = (labels_N != IGNORE).nonzero().squeeze(1)
+    kept = (labels_N != IGNORED).nonzero().squeeze(1)
     for part in kept.split(chunk):
         losses_N[part] = _chunk(hidden_NH[part], weight_VH, labels_N[part])[1]
     return losses_N
@@ -137,7 +136,7 @@ class CausalLoss(nn.Module):
         loss = ce
         balance = z = counts_LE = None
         if self.route:
-            keep = labels_N != IGNORE
+            keep = labels_N != IGNORED
             balance, z, counts_LE = self._router_losses(keep)
             if self.aux:
                 loss = loss + self.aux * balance

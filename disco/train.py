@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from disco.artifacts import SCRATCH
+from disco.checkpoint import copy_side_files
 from disco.config import ConfigError, Experiment, Finetune, Optimizer
 from disco.corpus import Corpus
 from disco.job import Job, Price, run_job
 from disco.packing import Rows, pack
-from disco.split import copy_side_files
 from launch import hardware
 
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from disco.artifacts import SCRATCH
 from disco.config import Optimizer
 from disco.engine import export_model, load_model, make_engine, start_process_group
-from disco.family import expert_parameters, router_parameters
+from disco.family import set_trainable
 from disco.job import Job
 from disco.loss import CausalLoss
-from disco.packing import Rows
+from disco.packing import IGNORED, Rows
 from disco.record import LEDGER_SECONDS, Recorder
 from launch.flops import training_flops
 
@@ -118,15 +118,6 @@ def train(job: Job) -> None:
     dist.destroy_process_group()
 
 
-def set_trainable(model: torch.nn.Module, what: str) -> None:
-    """Freeze all but `what`: all, experts or router."""
-    if what == "all":
-        return
-    chosen = {id(p) for p in (expert_parameters(model) if what == "experts" else router_parameters(model))}
-    for parameter in model.parameters():
-        parameter.requires_grad_(id(parameter) in chosen)
-
-
 def learning_rate(step: int, steps: int, section: Optimizer) -> float:
     """Rate of update `step` (0-based) of `steps`: linear warm-up, then cosine, linear or constant decay."""
     warmup = math.ceil(section.warmup * steps)
@@ -145,7 +136,7 @@ def micro_batches(rows: Rows, indices: np.ndarray, section: Optimizer, rank: int
     for part in np.array_split(indices, section.accumulation * section.processes)[rank :: section.processes]:
         batch = rows.batch(part if len(part) else indices[:1])
         if not len(part):
-            batch["labels"].fill_(-100)
+            batch["labels"].fill_(IGNORED)
         batches.append({name: tensor.to(device) for name, tensor in batch.items()})
     return batches
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from disco.artifacts import ArtifactError, file_hash
 from disco.checkpoint import Checkpoint, identity
 from disco.config import ConfigError
-from disco.family import freeze_shared, moe_blocks, num_experts, with_experts
+from disco.family import moe_blocks, num_experts, set_trainable, with_experts
 from disco.merge import merge
 from disco.packing import Rows
 from disco.router import choose, fit_centroid, fit_probe, initialise_router
@@ -258,7 +258,7 @@ def test_a_fitted_router_serves_trained_experts_better_than_a_random_one(tmp_pat
     start, folders = save(model, tmp_path / "start"), []
     for cluster, part in enumerate(train_rows):
         submodel = load(start)
-        freeze_shared(submodel)
+        set_trainable(submodel, "experts")
         train(submodel, [part], 40, 5e-3)
         folder = save(submodel, tmp_path / f"sub{cluster}")
         write_submodel_note(folder, base=identity(start), expert=cluster, experts=3, clustering="c")
