@@ -1,19 +1,28 @@
-"""Floating-point operations of a decoder-only Mixture-of-Experts, by formula.
+"""Floating-point operations of a decoder-only language model, dense or Mixture-of-Experts, by formula.
 
 A matrix product [m, k] x [k, n] is 2 m k n operations; only matrix products count, as in
 `torch.utils.flop_counter`, with which these formulas agree to the last operation (attention and experts in
 their `eager` implementations: the counter does not know the others' kernels on a CPU). Attention scores are
 counted for the whole square of a row's length, masked half included: that is what eager and masked kernels
 compute.
+
+In the backward pass a product costs its forward operations once for each factor that wants a gradient. What
+wants one follows from the names of the trained parameters: a layer's products are gone through in the order of
+the forward pass, each with two flags. Frozen parts save their weights' half, and below the first trained weight
+nothing is left of the backward pass.
 """
 
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Trainable = Literal["all", "experts", "router"]
+ROUTER = "mlp.gate"
 
-# model_type -> where the config keeps: number of experts, expert width, shared expert width, dense layers.
-FAMILIES = {
+# model_type -> where the config keeps: number of experts, expert width, shared expert width. Dense families
+# have none of them.
+FAMILIES: dict[str, dict[str, str]] = {
     "qwen2_moe": {
         "experts": "num_experts",
         "width": "moe_intermediate_size",
@@ -21,29 +30,51 @@ FAMILIES = {
     },
     "mixtral": {"experts": "num_local_experts", "width": "intermediate_size"},
     "olmoe": {"experts": "num_experts", "width": "intermediate_size"},
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gpt_neox": {},
 }
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Forward operations a position of one decoder layer's parts; `dense_*` is 0 in an MoE layer and the rest of
-    the feed-forward part in a dense one."""
+    """Forward operations a position of one decoder layer's products; `router` is 0 in a dense layer."""
 
-    projections: int  # query, key and value
-    scores: int  # query-key and score-value products
+    query: int
+    key: int  # and value
+    scores: int  # query-key products, and as many score-value products
     output: int
+    up: int = 0  # of a dense layer: gate and up, each
+    down: int = 0
     router: int = 0
-    experts_up: int = 0  # gate and up, of the experts that a token goes to
+    experts_up: int = 0  # gate and up together, of the experts that a token goes to
     experts_down: int = 0
-    shared_up: int = 0
+    shared_up: int = 0  # gate and up, each
     shared_down: int = 0
     shared_gate: int = 0
-    dense_up: int = 0
-    dense_down: int = 0
 
-    @property
-    def forward(self) -> int:
-        return sum(vars(self).values())
+
+@dataclass
+class Tally:
+    """Operations of one layer so far. `recomputed` are those of forward up to the last value that backward
+    wants, which is where PyTorch's non-reentrant activation checkpointing stops."""
+
+    forward: int = 0
+    backward: int = 0
+    recomputed: int = 0
+
+    def product(self, operations: int, first: bool, second: bool) -> bool:
+        """Count a product; the flags say which factors want a gradient. Returns whether the result does."""
+        self.forward += operations
+        self.backward += operations * (first + second)
+        return first or second
+
+    def wanted(self, by_backward: bool) -> None:
+        """What was computed last is a value that backward may want."""
+        if by_backward:
+            self.recomputed = self.forward
 
 
 def layers(config: Any, length: int) -> list[Layer]:
@@ -56,26 +87,28 @@ def layers(config: Any, length: int) -> list[Layer]:
             f"model_type is '{config.model_type}', for which no FLOP formula is known: one of {', '.join(FAMILIES)}"
         )
     family = FAMILIES[config.model_type]
-    hidden, active = config.hidden_size, config.num_experts_per_tok
-    experts, width = getattr(config, family["experts"]), getattr(config, family["width"])
+    hidden, wide = config.hidden_size, config.intermediate_size
     head_size = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    queries, keys = config.num_attention_heads * head_size, config.num_key_value_heads * head_size
+    queries = config.num_attention_heads * head_size
+    keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_size
     attention = {
-        "projections": 2 * hidden * (queries + 2 * keys),
-        "scores": 4 * length * queries,
+        "query": 2 * hidden * queries,
+        "key": 2 * hidden * keys,
+        "scores": 2 * length * queries,
         "output": 2 * queries * hidden,
     }
+    dense = {"up": 2 * hidden * wide, "down": 2 * hidden * wide}
+    if "experts" not in family:
+        return [Layer(**attention, **dense)] * config.num_hidden_layers
+    experts, width = getattr(config, family["experts"]), getattr(config, family["width"])
     sparse = {
         "router": 2 * hidden * experts,
-        "experts_up": active * 4 * hidden * width,
-        "experts_down": active * 2 * hidden * width,
+        "experts_up": config.num_experts_per_tok * 4 * hidden * width,
+        "experts_down": config.num_experts_per_tok * 2 * hidden * width,
     }
     if "shared" in family:
-        shared = getattr(config, family["shared"])
-        sparse |= {"shared_up": 4 * hidden * shared, "shared_down": 2 * hidden * shared}
-        sparse["shared_gate"] = 2 * hidden
-    wide = config.intermediate_size
-    dense = {"dense_up": 4 * hidden * wide, "dense_down": 2 * hidden * wide}
+        shared = 2 * hidden * getattr(config, family["shared"])
+        sparse |= {"shared_up": shared, "shared_down": shared, "shared_gate": 2 * hidden}
     return [
         Layer(**attention, **(sparse if _is_sparse(config, experts, index) else dense))
         for index in range(config.num_hidden_layers)
@@ -93,7 +126,11 @@ def forward_flops(config: Any, length: int, *, labels: int | None = None) -> int
 
     `labels` positions reach the output head (all of them if None): the loss skips positions without a label.
     """
-    decoder = sum(layer.forward for layer in layers(config, length))
+    through = _layer_of(config)
+    decoder = 0
+    for layer in layers(config, length):
+        through(layer, tally := Tally(), False, lambda part: False)
+        decoder += tally.forward
     return length * decoder + (length if labels is None else labels) * _head(config)
 
 
@@ -102,43 +139,150 @@ def training_flops(
     length: int,
     *,
     labels: int | None = None,
-    trainable: Trainable = "all",
+    trainable: Trainable | Collection[str] = "all",
     activation_checkpointing: bool = False,
 ) -> int:
     """Operations of forward and backward over one row of `length` positions, of which `labels` have a label.
 
-    In the backward pass a matrix product costs its forward operations once for the gradient of its input, if
-    anything before it is trained, and once for that of its weight, if that is trained. Frozen parts save the
-    second, and below the first trained weight both. `activation_checkpointing` computes every decoder layer
-    once more, except what PyTorch's non-reentrant checkpointing need not: what comes after the last value that
-    the backward pass wants.
+    `trainable`: all, experts, router, or the names of the parameters that are trained, as
+    `model.named_parameters()` gives them (of which rows are trained makes no difference: the gradient of the
+    whole weight is formed and cut). `activation_checkpointing` computes once more what backward wants of every
+    decoder layer that it goes through.
     """
-    if trainable not in ("all", "experts", "router"):
-        raise ValueError(f"trainable is '{trainable}': it must be all, experts or router")
-    everything = trainable == "all"
-    stream = everything  # does the residual stream carry a gradient? the embedding is trained with everything
+    trained = _Trained.of(trainable)
+    through = _layer_of(config)
+    stream = trained.embedding  # does the residual stream carry a gradient?
     decoder = 0
-    for layer in layers(config, length):
-        sparse = layer.router > 0
-        experts = sparse and trainable in ("all", "experts")
-        router = sparse and trainable in ("all", "router")
-        attention = stream or everything
-        active = attention or experts or router
-        decoder += layer.forward
-        decoder += (stream + everything) * layer.projections
-        decoder += 2 * attention * layer.scores
-        decoder += (attention + everything) * layer.output
-        decoder += (attention + router) * layer.router
-        decoder += (attention + experts) * layer.experts_up
-        decoder += ((attention or experts) + experts) * layer.experts_down
-        decoder += (attention + everything) * (layer.shared_up + layer.shared_down + layer.shared_gate)
-        decoder += (attention + everything) * (layer.dense_up + layer.dense_down)
-        if activation_checkpointing and active:
-            decoder += layer.forward - layer.dense_down - (0 if attention else layer.shared_gate)
-        stream = active
-    head = (1 + stream + everything) * _head(config)
-    return length * decoder + (length if labels is None else labels) * head
+    for index, layer in enumerate(layers(config, length)):
+        tally = Tally()
+        stream = through(layer, tally, stream, trained.in_layer(index, layer.router > 0))
+        decoder += tally.forward + tally.backward
+        if activation_checkpointing:
+            decoder += tally.recomputed
+    tied = getattr(config, "tie_word_embeddings", False)
+    head = trained.head or (tied and trained.embedding)
+    products = 1 + (stream or trained.norm) + head
+    return length * decoder + (length if labels is None else labels) * products * _head(config)
 
 
 def _head(config: Any) -> int:
     return 2 * config.hidden_size * config.vocab_size
+
+
+# Whether a parameter of the layer, or one below a module of it, is trained: "self_attn.q_proj", "mlp.gate.weight".
+On = Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What is trained: everything, a part of every MoE layer, or parameters by name."""
+
+    embedding: bool = False
+    norm: bool = False  # the last one
+    head: bool = False
+    everywhere: str | None = None  # "" is all, else a module of every MoE layer
+    by_layer: dict[int, set[str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, trainable: Trainable | Collection[str]) -> "_Trained":
+        if isinstance(trainable, str):
+            parts = {"all": "", "experts": "mlp.experts", "router": ROUTER}
+            if trainable not in parts:
+                raise ValueError(f"trainable is '{trainable}': it must be all, experts, router, or names")
+            every = trainable == "all"
+            return cls(every, every, every, parts[trainable])
+        by_layer: dict[int, set[str]] = {}
+        outside: set[str] = set()
+        for name in trainable:
+            if found := re.search(r"(?:^|\.)layers\.(\d+)\.(.+)$", name):
+                parts = found[2].split(".")
+                below = by_layer.setdefault(int(found[1]), set())
+                below.update(".".join(parts[:end]) for end in range(1, len(parts) + 1))
+            else:
+                outside.update(name.split("."))
+        return cls(
+            embedding=bool(outside & {"embed_tokens", "embed_in"}),
+            norm=bool(outside & {"norm", "final_layer_norm"}),
+            head="lm_head" in outside,
+            by_layer=by_layer,
+        )
+
+    def in_layer(self, index: int, sparse: bool) -> On:
+        if self.everywhere is None:
+            below = self.by_layer.get(index, ())
+            return lambda part: part in below
+        if not self.everywhere:
+            return lambda part: True
+        return lambda part: sparse and f"{part}.".startswith(f"{self.everywhere}.")
+
+
+def _layer_of(config: Any) -> Callable[[Layer, Tally, bool, On], bool]:
+    if config.model_type == "gpt_neox":
+        return _parallel_layer if config.use_parallel_residual else _neox_layer
+    return _llama_layer
+
+
+def _linear(tally: Tally, operations: int, inputs: bool, on: On, name: str) -> bool:
+    """A linear layer's product; a trained bias makes its output want a gradient, without a product."""
+    product = tally.product(operations, inputs, on(f"{name}.weight"))
+    return product or on(f"{name}.bias")
+
+
+def _attend(layer: Layer, tally: Tally, query: bool, key: bool, value: bool, on: On, output: str) -> bool:
+    scores = tally.product(layer.scores, query, key)
+    mixed = tally.product(layer.scores, scores, value)
+    tally.wanted(mixed or on(f"{output}.weight"))
+    return _linear(tally, layer.output, mixed, on, output)
+
+
+def _llama_layer(layer: Layer, tally: Tally, stream: bool, on: On) -> bool:
+    """Pre-norm layer of the Llama kind. `stream`: its input wants a gradient; returns whether its output does."""
+    inputs = stream or on("input_layernorm")
+    query = _linear(tally, layer.query, inputs, on, "self_attn.q_proj") or on("self_attn.q_norm")
+    key = _linear(tally, layer.key, inputs, on, "self_attn.k_proj") or on("self_attn.k_norm")
+    value = _linear(tally, layer.key, inputs, on, "self_attn.v_proj")
+    stream = _attend(layer, tally, query, key, value, on, "self_attn.o_proj") or stream
+    inputs = stream or on("post_attention_layernorm")
+    tally.wanted(inputs)
+    if not layer.router:
+        return _gated(tally, layer.up, layer.down, inputs, on, "mlp") or stream
+    shared = _gated(tally, layer.shared_up, layer.shared_down, inputs, on, "mlp.shared_expert")
+    weights = tally.product(layer.router, inputs, on(f"{ROUTER}.weight"))
+    hidden = tally.product(layer.experts_up, inputs, on("mlp.experts.gate_up_proj"))
+    routed = tally.product(layer.experts_down, hidden, on("mlp.experts.down_proj")) or weights
+    tally.wanted(routed)
+    gate = tally.product(layer.shared_gate, inputs, on("mlp.shared_expert_gate.weight"))
+    tally.wanted(shared or gate)
+    return stream or shared or routed or gate
+
+
+def _gated(tally: Tally, up: int, down: int, inputs: bool, on: On, name: str) -> bool:
+    """Gated linear unit: down(act(gate(x)) * up(x))."""
+    gate = _linear(tally, up, inputs, on, f"{name}.gate_proj")
+    hidden = _linear(tally, up, inputs, on, f"{name}.up_proj") or gate
+    tally.wanted(hidden or on(f"{name}.down_proj.weight"))
+    return _linear(tally, down, hidden, on, f"{name}.down_proj")
+
+
+def _neox_layer(layer: Layer, tally: Tally, stream: bool, on: On) -> bool:
+    stream = _neox_attention(layer, tally, stream or on("input_layernorm"), on) or stream
+    tally.wanted(stream)
+    return _neox_mlp(layer, tally, stream or on("post_attention_layernorm"), on) or stream
+
+
+def _parallel_layer(layer: Layer, tally: Tally, stream: bool, on: On) -> bool:
+    """Attention and MLP side by side, both from the layer's input (GPT-NeoX)."""
+    attention = _neox_attention(layer, tally, stream or on("input_layernorm"), on)
+    mlp = _neox_mlp(layer, tally, stream or on("post_attention_layernorm"), on)
+    return stream or attention or mlp
+
+
+def _neox_attention(layer: Layer, tally: Tally, inputs: bool, on: On) -> bool:
+    together = _linear(tally, layer.query + 2 * layer.key, inputs, on, "attention.query_key_value")
+    return _attend(layer, tally, together, together, together, on, "attention.dense")
+
+
+def _neox_mlp(layer: Layer, tally: Tally, inputs: bool, on: On) -> bool:
+    hidden = _linear(tally, layer.up, inputs, on, "mlp.dense_h_to_4h")
+    tally.wanted(hidden or on("mlp.dense_4h_to_h.weight"))
+    return _linear(tally, layer.down, hidden, on, "mlp.dense_4h_to_h")

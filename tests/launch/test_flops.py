@@ -5,8 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, MixtralConfig, OlmoeConfig, Qwen2MoeConfig
 
+from bcd.blocks import partition
+from bcd.rows import select
 from launch.flops import forward_flops, layers, training_flops
 
 SMALL = {"vocab_size": 53, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -28,23 +30,31 @@ def config_of(family, experts=4, top_k=2, **extra):
 
 def count(config, rows, length, *, trainable=None, checkpointing=False, attention="eager", labels=None):
     """Operations that the counter sees in forward (and backward, if anything is trainable)."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config, attn_implementation=attention, experts_implementation="eager"
-    ).train()
+    model = build(config, attention)
     for name, parameter in model.named_parameters():
         kept = {"experts": ".experts.", "router": "mlp.gate.weight"}.get(trainable, "")
         parameter.requires_grad_(trainable is not None and kept in name)
+    return run(model, rows, length, trainable is not None, checkpointing, labels)
+
+
+def build(config, attention="eager"):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, experts_implementation="eager"
+    ).train()
+
+
+def run(model, rows, length, backward=True, checkpointing=False, labels=None):
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
         model.disable_input_require_grads()
-    ids = torch.randint(0, config.vocab_size, (rows, length))
+    ids = torch.randint(0, model.config.vocab_size, (rows, length))
     positions = torch.arange(length).expand(rows, length)
     with FlopCounterMode(display=False) as counter:
-        hidden = model.model(input_ids=ids, position_ids=positions, use_cache=False)[0]
+        hidden = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
         hidden = hidden.reshape(rows * length, -1)[:labels]
         loss = model.lm_head(hidden).logsumexp(-1).sum()
-        if trainable:
+        if backward and loss.requires_grad:
             loss.backward()
     return counter.get_total_flops()
 
@@ -76,15 +86,84 @@ def test_dense_layers_between(dense, trainable, checkpointing):
     assert counted == 2 * training_flops(config, 6, trainable=trainable, activation_checkpointing=checkpointing)
 
 
+WIDE = {"intermediate_size": 28, "num_key_value_heads": 2}
+NAMED = {
+    "qwen2_moe": config_of("qwen2_moe", mlp_only_layers=[1]),
+    "mixtral": config_of("mixtral"),
+    "olmoe": config_of("olmoe", tie_word_embeddings=True),
+    "llama": AutoConfig.for_model("llama", **SMALL, **WIDE),
+    "llama with biases": AutoConfig.for_model("llama", **SMALL, **WIDE, attention_bias=True, mlp_bias=True),
+    "mistral": AutoConfig.for_model("mistral", **SMALL, **WIDE, head_dim=6),
+    "qwen2": AutoConfig.for_model("qwen2", **SMALL, **WIDE, tie_word_embeddings=True),
+    "qwen3": AutoConfig.for_model("qwen3", **SMALL, **WIDE, head_dim=8),
+    "gpt_neox": AutoConfig.for_model("gpt_neox", **SMALL, intermediate_size=28),
+    "gpt_neox, one after the other": AutoConfig.for_model(
+        "gpt_neox", **SMALL, intermediate_size=28, use_parallel_residual=False
+    ),
+}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "cut_as",
+    [{}, {"granularity": "module", "always_on": ("*norm*",), "max_block_gb": 14 * 1500 / 1e9}],
+    ids=["layers", "modules cut by rows, norms always on"],
+)
+@pytest.mark.parametrize("name", NAMED)
+def test_each_block_equals_the_counter(name, cut_as, checkpointing):
+    config = NAMED[name]
+    groups = 2 if hasattr(config, "num_experts_per_tok") else 1
+    model = build(config)
+    cut = partition(model, **cut_as, expert_groups=groups)
+    assert not cut_as or any(piece.rows for block in cut.blocks for piece in block.pieces)
+    for block in cut.blocks:
+        pieces = [*cut.always_on, *block.pieces]
+        _, rows = select(model, pieces)
+        for item in rows:
+            item.attach()
+        counted = run(model, 1, 5, checkpointing=checkpointing)
+        for item in rows:
+            item.detach()
+        names = {piece.name for piece in pieces}
+        formula = training_flops(config, 5, trainable=names, activation_checkpointing=checkpointing)
+        assert formula == counted, block.name
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    name=st.sampled_from(sorted(NAMED)),
+    share=st.floats(0.02, 1.0),
+    draw=st.randoms(use_true_random=False),
+    checkpointing=st.booleans(),
+)
+def test_any_set_of_parameters(name, share, draw, checkpointing):
+    config = NAMED[name]
+    model = build(config)
+    trained = set()
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(draw.random() < share)
+        if parameter.requires_grad:
+            trained.add(parameter_name)
+    formula = training_flops(config, 4, trainable=trained, activation_checkpointing=checkpointing)
+    assert run(model, 1, 4, checkpointing=checkpointing) == formula, sorted(trained)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_all_names_are_all(name):
+    config = NAMED[name]
+    names = [parameter for parameter, _ in build(config).named_parameters()]
+    assert training_flops(config, 6, trainable=names) == training_flops(config, 6) == 3 * forward_flops(config, 6)
+
+
 def test_only_labelled_positions_reach_the_head():
     config = config_of("mixtral")
     assert count(config, 1, 8, trainable="all", labels=3) == training_flops(config, 8, labels=3)
-    assert forward_flops(config, 8, labels=0) == 8 * sum(layer.forward for layer in layers(config, 8))
+    assert forward_flops(config, 8, labels=0) == forward_flops(config, 8) - 8 * 2 * 16 * 53
 
 
 def test_sdpa_differs_by_the_scores_that_the_counter_does_not_know():
     config = config_of("olmoe")
-    scores = sum(layer.scores for layer in layers(config, 9))
+    scores = sum(2 * layer.scores for layer in layers(config, 9))
     assert count(config, 1, 9, attention="sdpa") == forward_flops(config, 9) - 9 * scores
 
 
@@ -110,8 +189,8 @@ def test_any_size(length, rows, experts, hidden, vocabulary, depth):
 
 
 def test_unknown_family_and_unknown_mode_are_named():
-    with pytest.raises(ValueError, match="model_type is 'llama'.*qwen2_moe, mixtral, olmoe"):
-        forward_flops(LlamaConfig(), 8)
+    with pytest.raises(ValueError, match="model_type is 'gpt2'.*qwen2_moe, mixtral, olmoe"):
+        forward_flops(GPT2Config(), 8)
     with pytest.raises(ValueError, match="trainable is 'backbone'"):
         training_flops(config_of("olmoe"), 8, trainable="backbone")
 
