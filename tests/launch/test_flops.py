@@ -106,7 +106,7 @@ NAMED = {
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     "cut_as",
-    [{}, {"granularity": "module", "always_on": ("*norm*",), "max_block_gb": 14 * 1500 / 1e9}],
+    [{}, {"granularity": "module", "always_on": ("*norm*",), "max_block_gb": 14 * 800 / 1e9}],
     ids=["layers", "modules cut by rows, norms always on"],
 )
 @pytest.mark.parametrize("name", NAMED)
