@@ -68,7 +68,7 @@ def gather(config: Experiment, folder: Path) -> Run:
     if not isinstance(results, dict) or not isinstance(results.get("models"), dict):
         raise ArtifactError(f"{folder / 'evaluate' / RESULTS}: damaged: it names no models: evaluate again")
     devices = hardware.load(config.hardware.table)
-    price = hardware.lookup(config.hardware.finetune, devices, "hardware.finetune").price
+    price = hardware.lookup(config.hardware.finetune, devices, "hardware.finetune").rate()
     stages = results.get("stages")  # rows of an earlier form of the experiment are no part of this bill
     rows = [row for row in read(folder / "ledger.jsonl") if stages is None or phase_of(row) in stages]
     curves = {phase: curve for phase, curve in read_curves(folder).items() if stages is None or phase in stages}

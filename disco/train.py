@@ -90,9 +90,7 @@ def curve_points(config: Experiment, rows: Rows, section: Optimizer) -> list[int
 def price_of(config: Experiment, priced_as: str) -> Price:
     """What a device-hour of a stage costs, from the hardware table."""
     device = hardware.lookup(priced_as, hardware.load(config.hardware.table))
-    return Price(
-        priced_as=device.name, dollars_per_hour=device.price, source=device.source, as_of=str(device.as_of)
-    )
+    return Price(priced_as=device.name, dollars_per_hour=device.rate(), source=device.source, as_of=device.as_of)
 
 
 def threads_of(config: Experiment, section: Optimizer, side_by_side: int) -> int:

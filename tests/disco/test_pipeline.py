@@ -299,6 +299,7 @@ def test_a_checkpoint_is_split_trained_and_merged_again(finished, tmp_path):
         ({"train": {"zero_stage": 3, "mode": "expert"}}, "train.zero_stage is 3.*set train.zero_stage=2"),
         ({"finetune": {"zero_stage": 3}}, "finetune.zero_stage is 3.*router_tokens"),
         ({"hardware": {"train": "rtx4909"}}, "hardware.train.*rtx4090"),
+        ({"hardware": {"finetune": "a800"}}, "hardware.finetune: no price of 'a800' is known: write"),
         ({"merge": {"router": "original"}}, "merge.router is 'original'"),
         ({"merge": {"backbone": [1.0, 2.0, 3.0]}}, "merge.backbone is .*needs 2 weights"),
         ({"merge": {"backbone": [0.0, 0.0]}}, "of positive sum"),
