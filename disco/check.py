@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from disco import artifacts
-from disco.checkpoint import expected_shapes
+from disco.checkpoint import expected
 from disco.config import ConfigError, Experiment, Optimizer
 from disco.family import num_experts, top_k, with_experts
 from disco.sources import check_sources
@@ -106,5 +106,4 @@ def _disk(config: Experiment, full) -> int:
 
 
 def _parameters(full: PretrainedConfig) -> int:
-    shapes, _ = expected_shapes(full)
-    return sum(math.prod(shape) for shape in shapes.values())
+    return sum(math.prod(shape) for shape in expected(full).shapes.values())

@@ -13,13 +13,14 @@ import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from disco.artifacts import MANIFEST, ArtifactError, file_hash, fingerprint, read_json, write_json
+from disco.artifacts import MANIFEST, ArtifactError, file_hash, fingerprint, need_disk, read_json, write_json
 from disco.family import Family, family_of
 
 WEIGHTS = "model.safetensors"
@@ -48,7 +49,7 @@ BYTES_OF = {
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAME_OF = {dtype: name for name, dtype in FLOATS.items()}
 # Old checkpoints hold this buffer; the models compute it.
-IGNORED = re.compile(r"rotary_emb\.inv_freq$")
+ROTARY = r"rotary_emb\.inv_freq$"
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,12 @@ class Stored:
                 if file.readinto(buffer) != len(buffer):
                     raise ArtifactError(f"{self.path}: ends before byte {self.begin + self.bytes}: truncated")
                 yield buffer
+
+    def filled(self, value: float) -> Iterator[memoryview]:
+        """Chunks of a tensor like this one (of a floating-point dtype) in which every element is `value`."""
+        for done in range(0, self.bytes, CHUNK_BYTES):
+            count = min(CHUNK_BYTES, self.bytes - done) // BYTES_OF[self.dtype]
+            yield as_bytes(torch.full((count,), value, dtype=FLOATS[self.dtype]))
 
     def read(self) -> torch.Tensor:
         """The tensor itself (floating-point dtypes)."""
@@ -127,17 +134,17 @@ class Checkpoint:
         folder = Path(folder)
         config = load_config(folder)
         family = family_of(config)
+        known = expected(config)
         tensors: dict[str, Stored] = {}
         for key, stored in _stored_tensors(folder).items():
-            if IGNORED.search(key):
+            if key not in known.shapes and any(re.search(pattern, key) for pattern in known.unused):
                 continue
             for piece in family.pieces(key, stored.shape):
                 if piece.key in tensors:
                     raise ArtifactError(f"{folder}: holds {piece.key} twice, in {stored.path.name} as {key}")
                 tensors[piece.key] = stored.part(piece.start, piece.shape)
         check_keys(config, {key: stored.shape for key, stored in tensors.items()}, str(folder))
-        _, tied = expected_shapes(config)
-        return cls(folder, config, {key: stored for key, stored in tensors.items() if key not in tied})
+        return cls(folder, config, {key: stored for key, stored in tensors.items() if key not in known.tied})
 
     @property
     def family(self) -> Family:
@@ -149,14 +156,30 @@ def load_config(folder: Path) -> PretrainedConfig:
     if not (folder / "config.json").is_file():
         raise ArtifactError(f"{folder}: has no config.json: it is not a Hugging Face model folder")
     try:
-        return AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # transformers raises whatever its parser meets
         raise ArtifactError(f"{folder / 'config.json'}: cannot be read: {_first_line(error)}") from None
+    if quantized := getattr(config, "quantization_config", None):
+        method = quantized.get("quant_method", quantized) if isinstance(quantized, dict) else quantized
+        raise ArtifactError(f"{folder}: its weights are quantised ({method}): save it dequantised first")
+    return config
+
+
+class Expected(NamedTuple):
+    """What transformers' model of a config holds."""
+
+    shapes: dict[str, tuple[int, ...]]  # by canonical key
+    tied: frozenset[str]  # keys that may be absent
+    in_float32: tuple[str, ...]  # endings of keys that stay float32 in a model of bfloat16 or float16
+    unused: tuple[str, ...]  # patterns of keys that a checkpoint may hold and the model ignores
+
+    def dtype(self, key: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of a tensor in a model of `dtype`."""
+        return torch.float32 if key.endswith(self.in_float32) else dtype
 
 
 @lru_cache(maxsize=8)
-def _shapes_of(config_json: str) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
-    """Canonical shapes that a config's model holds, and the keys that its tied weights allow to be absent."""
+def _shapes_of(config_json: str) -> Expected:
     config = AutoConfig.for_model(**json.loads(config_json))
     family = family_of(config)
     with torch.device("meta"):
@@ -167,27 +190,28 @@ def _shapes_of(config_json: str) -> tuple[dict[str, tuple[int, ...]], frozenset[
         for piece in family.pieces(key, tensor.shape)
     }
     tied = model._tied_weights_keys if config.tie_word_embeddings else {}
-    return shapes, frozenset(tied or ())
+    strict = tuple(sorted(model._keep_in_fp32_modules_strict or ()))
+    unused = (ROTARY, *(model._keys_to_ignore_on_load_unexpected or ()))
+    return Expected(shapes, frozenset(tied or ()), strict, unused)
 
 
-def expected_shapes(config: PretrainedConfig) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
-    """Canonical key -> shape of the model that `config` describes, and those keys that may be absent (tied)."""
+def expected(config: PretrainedConfig) -> Expected:
     return _shapes_of(config.to_json_string(use_diff=False))
 
 
 def check_keys(config: PretrainedConfig, shapes: dict[str, tuple[int, ...]], where: str) -> None:
     """Raise ArtifactError unless `shapes` are those of the config's model, key by key."""
-    expected, tied = expected_shapes(config)
-    missing = [key for key in expected if key not in shapes and key not in tied]
-    unexpected = [key for key in shapes if key not in expected]
-    wrong = [key for key in shapes if key in expected and shapes[key] != expected[key]]
+    wanted, tied, *_ = expected(config)
+    missing = [key for key in wanted if key not in shapes and key not in tied]
+    unexpected = [key for key in shapes if key not in wanted]
+    wrong = [key for key in shapes if key in wanted and shapes[key] != wanted[key]]
     if missing:
         raise ArtifactError(f"{where}: {len(missing)} tensors are missing, first {missing[0]}")
     if unexpected:
         raise ArtifactError(f"{where}: {len(unexpected)} tensors have no place in the model, first {unexpected[0]}")
     if wrong:
         key = wrong[0]
-        raise ArtifactError(f"{where}: {key} is {list(shapes[key])}, the config says {list(expected[key])}")
+        raise ArtifactError(f"{where}: {key} is {list(shapes[key])}, the config says {list(wanted[key])}")
 
 
 def _stored_tensors(folder: Path) -> dict[str, Stored]:
@@ -274,6 +298,47 @@ class Output:
                 yield as_bytes(as_tensor(chunk, stored.dtype).to(dtype))
 
         return cls(key, NAME_OF[dtype], stored.shape, chunks)
+
+
+def write_model(
+    folder: Path,
+    config: PretrainedConfig,
+    outputs: list[Output],
+    what: str,
+    max_shard_bytes: int = 2_000_000_000,
+) -> None:
+    """Write a model folder: the weights, given by canonical key, as the family has them on disk, and the config.
+
+    Raises ArtifactError, before anything is written, where the tensors are not those of the config or the disk
+    is too small; `what` names the model in messages.
+    """
+    check_keys(config, {output.key: output.shape for output in outputs}, what)
+    need_disk(folder, sum(output.bytes for output in outputs), what)
+    family = family_of(config)
+    write_weights(folder, _stacked(outputs, family) if family.stacked_on_disk else outputs, max_shard_bytes)
+    config.save_pretrained(folder)
+
+
+def _stacked(outputs: list[Output], family: Family) -> list[Output]:
+    """Experts' tensors joined, in the order of the experts, into those that hold all of them."""
+    whole, parts = [], {}
+    for output in outputs:
+        role = family.role(output.key)
+        if role.kind == "expert":
+            parts.setdefault(role.template.replace("{e}.", ""), {})[role.expert] = output
+        else:
+            whole.append(output)
+    for key, of_expert in parts.items():
+        ordered = [of_expert[e] for e in sorted(of_expert)]
+        shape = (len(ordered), *ordered[0].shape)
+        chunks = partial(_one_after_the_other, ordered)
+        whole.append(Output(key, ordered[0].dtype, shape, chunks))
+    return whole
+
+
+def _one_after_the_other(outputs: list[Output]) -> Iterator:
+    for output in outputs:
+        yield from output.chunks()
 
 
 def write_weights(folder: Path, outputs: list[Output], max_shard_bytes: int = 2_000_000_000) -> None:

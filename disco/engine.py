@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from disco.artifacts import ArtifactError
+from disco.checkpoint import expected
 from disco.config import Optimizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -101,7 +102,11 @@ def export_model(engine, folder: Path, dtype: str) -> None:
         gathered = deepspeed.zero.GatheredParameters(list(model.parameters()))
     with gathered:
         if dist.get_rank() == 0:
-            state = {name: tensor.detach().to("cpu", DTYPES[dtype]) for name, tensor in model.state_dict().items()}
+            known = expected(model.config)
+            state = {
+                name: tensor.detach().to("cpu", known.dtype(name, DTYPES[dtype]))
+                for name, tensor in model.state_dict().items()
+            }
             model.config.dtype = DTYPES[dtype]
             model.save_pretrained(folder, state_dict=state)
     dist.barrier()

@@ -1,11 +1,13 @@
 """Where each MoE architecture keeps its router, its experts and its shared part: one table entry a family.
 
 Shapes: E experts, H hidden width, I expert width. The router's tensors have E rows; an expert is a set of
-matrices, stored one by one on disk (canonical) and stacked [E, ...] in memory; everything else, shared experts and
-dense layers included, is the shared part. A family that is not in the table is refused, never guessed.
+tensors, stored one by one on disk and stacked [E, ...] in memory (a few families stack them on disk too); everything
+else, shared experts and dense layers included, is the shared part. A family that is not in the table is refused,
+never guessed.
 """
 
 import copy
+import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,16 +45,19 @@ class MoeBlock(NamedTuple):
 class Family:
     """Names of one architecture. The defaults are Qwen2Moe's, which most families share.
 
-    `stacked` maps each tensor that holds all experts to the canonical per-expert matrices it is made of, in
+    `stacked` maps each tensor that holds all experts to the canonical per-expert tensors it is made of, in
     the order in which they follow each other along its second dimension.
     """
 
     model_type: str
     experts_key: str = "num_experts"
     top_k_key: str = "num_experts_per_tok"
-    renormalize_key: str | None = "norm_topk_prob"  # None: top-k weights are always renormalised
+    renormalize: str | bool = "norm_topk_prob"  # key of the config; a bool where the family leaves no choice
+    groups: int = 0  # routing limited to groups of experts (n_group, topk_group): at least so many in each
+    submodel: tuple[tuple[str, int | bool], ...] = ()  # what else the config of a model with one expert needs
     block: str = "mlp"
     block_on_disk: str = "mlp"
+    stacked_on_disk: bool = False
     router: str = "gate"
     router_tensors: tuple[str, ...] = ("weight",)
     stacked: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -90,30 +95,55 @@ class Family:
             role = self.role(key)
             return [Piece(role.template.format(e=role.expert), 0, tuple(shape))]
         parts = dict(self.stacked)[found["stack"]]
-        experts, rows, columns = shape
+        experts, rows, *columns = shape
         height = rows // len(parts)
+        width = math.prod(columns)
         prefix = f"{found['layer']}.{self.block_on_disk}.experts"
         return [
-            Piece(f"{prefix}.{e}.{part}", (e * rows + index * height) * columns, (height, columns))
+            Piece(f"{prefix}.{e}.{part}", (e * rows + index * height) * width, (height, *columns))
             for e in range(experts)
             for index, part in enumerate(parts)
         ]
 
 
+DEEPSEEK = {"experts_key": "n_routed_experts", "submodel": (("n_group", 1), ("topk_group", 1))}
 FAMILIES = {
     family.model_type: family
     for family in (
         Family(model_type="qwen2_moe"),
+        Family(model_type="qwen3_moe"),
         Family(model_type="olmoe"),
+        Family(model_type="flex_olmo"),
         Family(
             model_type="mixtral",
             experts_key="num_local_experts",
-            renormalize_key=None,
+            renormalize=True,
             block_on_disk="block_sparse_moe",
             stacked=(("gate_up_proj", ("w1.weight", "w3.weight")), ("down_proj", ("w2.weight",))),
         ),
+        Family(
+            model_type="gpt_oss",
+            experts_key="num_local_experts",
+            renormalize=True,
+            router="router",
+            router_tensors=("weight", "bias"),
+            stacked_on_disk=True,
+            stacked=tuple(
+                (name, (name,)) for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+            ),
+        ),
+        Family(model_type="deepseek_v2", renormalize=False, groups=1, **DEEPSEEK),
+        Family(
+            model_type="deepseek_v3",
+            groups=2,  # a group's score is the sum of its two best experts
+            router_tensors=("weight", "e_score_correction_bias"),
+            **DEEPSEEK,
+        ),
     )
 }
+# Config key: experts that are there only because the router cannot do with one. They are last, are never chosen,
+# belong to no cluster, and vanish in a merge.
+STAND_INS = "stand_in_experts"
 
 
 def family_of(config: PretrainedConfig) -> Family:
@@ -127,7 +157,8 @@ def family_of(config: PretrainedConfig) -> Family:
 
 
 def num_experts(config: PretrainedConfig) -> int:
-    return getattr(config, family_of(config).experts_key)
+    """Routed experts, without stand-ins."""
+    return getattr(config, family_of(config).experts_key) - getattr(config, STAND_INS, 0)
 
 
 def top_k(config: PretrainedConfig) -> int:
@@ -135,9 +166,14 @@ def top_k(config: PretrainedConfig) -> int:
 
 
 def renormalizes(config: PretrainedConfig) -> bool:
-    """Whether the weights of the chosen experts sum to one."""
-    key = family_of(config).renormalize_key
-    return True if key is None else getattr(config, key)
+    """Whether the weights of the chosen experts sum to one (before the family's scaling, if it has one)."""
+    setting = family_of(config).renormalize
+    return setting if isinstance(setting, bool) else getattr(config, setting)
+
+
+def expert_weight(config: PretrainedConfig) -> float:
+    """What the output of a lone expert is multiplied with: DeepSeek scales what it routes."""
+    return getattr(config, "routed_scaling_factor", 1.0)
 
 
 def with_experts(
@@ -145,21 +181,62 @@ def with_experts(
 ) -> PretrainedConfig:
     """A copy of `config` with another number of routed experts; `renormalize=None` keeps its own setting.
 
-    Raises ConfigError where top_k does not fit, or where the family cannot do without renormalising.
+    Raises ConfigError where top_k does not fit, where experts cannot be grouped as the config says, or where
+    the family leaves no choice of renormalising.
     """
     family = family_of(config)
-    if not 1 <= top_k <= experts:
+    if top_k is None or not 1 <= top_k <= experts:
         raise ConfigError(
             f"{family.top_k_key} is {top_k} but the model has {experts} experts: set it to 1..{experts}"
         )
-    if renormalize is False and family.renormalize_key is None:
-        raise ConfigError(f"merge.renormalize is false but {family.model_type} always renormalises: leave it out")
+    fixed = isinstance(family.renormalize, bool)
+    if fixed and renormalize not in (None, family.renormalize):
+        habit = "always" if family.renormalize else "never"
+        raise ConfigError(
+            f"merge.renormalize is {str(renormalize).lower()} but {family.model_type} {habit} renormalises: "
+            "leave it out"
+        )
     config = copy.deepcopy(config)
-    setattr(config, family.experts_key, experts)
+    stand_ins = max(0, family.groups - 1) if experts == 1 else 0
+    setattr(config, family.experts_key, experts + stand_ins)
     setattr(config, family.top_k_key, top_k)
-    if renormalize is not None and family.renormalize_key is not None:
-        setattr(config, family.renormalize_key, renormalize)
+    if stand_ins:
+        setattr(config, STAND_INS, stand_ins)
+    elif hasattr(config, STAND_INS):
+        delattr(config, STAND_INS)
+    if renormalize is not None and not fixed:
+        setattr(config, family.renormalize, renormalize)
+    if experts == 1:
+        for key, value in family.submodel:
+            setattr(config, key, value)
+        if stand_ins:  # the weight of the only choice has to be one
+            setattr(config, family.renormalize, True)
+    elif family.groups:
+        _check_groups(config, family, experts, top_k)
     return config
+
+
+def _check_groups(config: PretrainedConfig, family: Family, experts: int, top_k: int) -> None:
+    if getattr(config, "topk_method", "group_limited_greedy") != "group_limited_greedy":
+        return  # DeepSeek V2 groups only by this method; V3 has no other
+    groups, chosen = config.n_group or 0, config.topk_group or 0
+    whole = 1 <= chosen <= groups and experts % groups == 0 and experts // groups >= family.groups
+    if not whole or top_k > chosen * (experts // groups):
+        raise ConfigError(
+            f"n_group is {groups} and topk_group {chosen}, which does not fit {experts} experts of which "
+            f"{top_k} are chosen: groups are equal, of at least {family.groups}, and the chosen ones hold "
+            f"{top_k} or more: set n_group=1 and topk_group=1 to route without groups"
+        )
+
+
+def routed_like(config: PretrainedConfig, full: PretrainedConfig) -> PretrainedConfig:
+    """`config` (of a model with fewer experts, perhaps) with the routing of `full`: experts, top-k, groups."""
+    family = family_of(full)
+    config = copy.deepcopy(config)
+    for key, _ in family.submodel:
+        setattr(config, key, getattr(full, key))
+    renormalize = None if isinstance(family.renormalize, bool) else renormalizes(full)
+    return with_experts(config, num_experts(full), top_k(full), renormalize)
 
 
 def moe_blocks(model: torch.nn.Module) -> list[MoeBlock]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from disco.family import moe_blocks, top_k
+from disco.family import moe_blocks, num_experts, top_k
 from disco.packing import IGNORED
 
 
@@ -111,7 +111,7 @@ class CausalLoss(nn.Module):
         self._routed: list[tuple[Tensor, Tensor]] = []
         self._capture = False
         routers = [router for _, router, _ in moe_blocks(model)]
-        experts = routers[0].weight.shape[0] if routers else 0
+        experts = num_experts(model.config) if routers else 0
         self.route = bool(routers) and experts > 1
         self.selects = self.route and top_k(model.config) < experts
         if self.route:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from transformers import PretrainedConfig
 
-from disco.artifacts import ArtifactError, need_disk, write_json
+from disco.artifacts import ArtifactError, write_json
 from disco.checkpoint import (
     FLOATS,
     Checkpoint,
@@ -22,14 +22,13 @@ from disco.checkpoint import (
     Stored,
     as_bytes,
     as_tensor,
-    check_keys,
     copy_side_files,
     identity,
     tokenizer_identity,
-    write_weights,
+    write_model,
 )
 from disco.config import ConfigError
-from disco.family import num_experts, renormalizes, top_k, with_experts
+from disco.family import family_of, num_experts, renormalizes, top_k, with_experts
 from disco.split import SubmodelNote, read_submodel_note
 
 # What a config says besides the architecture; a difference here does not make another model.
@@ -71,7 +70,7 @@ def merge(
     original: the full model whose router rows are kept (row of the expert that each submodel was split from);
         without it rows are drawn from N(0, initializer_range) by seed, layer and expert.
     renormalize: norm_topk_prob of the result. Experts are trained at weight 1, so that top-k weights have to sum
-        to 1: absent means true, but with `original` the config's own setting.
+        to 1: absent means true where the family can, but with `original` the config's own setting.
 
     Permuting `submodels` permutes experts and router rows and changes nothing else. Raises ConfigError or
     ArtifactError, before anything is written, where submodels do not belong together; ArtifactError naming
@@ -87,7 +86,7 @@ def merge(
             f"{len(submodels)} submodels but the merged model has {num_experts(config)} experts: "
             "give one submodel an expert"
         )
-    if renormalize is None and original is None:
+    if renormalize is None and original is None and family_of(config).renormalize is not False:
         renormalize = True
     config = with_experts(config, len(submodels), top_k(config), renormalize)
     parts = _open_submodels(base, submodels, config, _shares(weights, len(submodels)))
@@ -106,14 +105,11 @@ def merge(
                 else _kept_rows(router.tensors[key], rows)
             )
             outputs.append(Output(key, stored.dtype, (len(parts), *stored.shape[1:]), chunks))
-        else:
+        elif role.expert == 0:  # others are stand-ins
             for e, part in enumerate(parts):
                 chunks = partial(_finite, key, part.checkpoint)
                 outputs.append(Output(role.template.format(e=e), stored.dtype, stored.shape, chunks))
-    check_keys(config, {output.key: output.shape for output in outputs}, "merged model")
-    need_disk(out, sum(output.bytes for output in outputs), "the merged model")
-    write_weights(out, outputs, max_shard_bytes)
-    config.save_pretrained(out)
+    write_model(out, config, outputs, "the merged model", max_shard_bytes)
     copy_side_files(start, out)
     note = {
         "base": parts[0].note.base,
@@ -215,6 +211,9 @@ def _random_rows(key: str, like: Stored, rows: list[int], std: float, seed: int)
 
     def chunks() -> Iterator:
         for row in rows:
+            if len(like.shape) == 1:
+                yield from like.row(0).filled(0.0)
+                continue
             name = hashlib.sha256(f"{seed} {key} {row}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(name[:7], "little"))
             values = torch.randn(like.shape[1:], generator=generator, dtype=torch.float64) * std

@@ -7,7 +7,8 @@ batch, once: when the forward pass reaches a router, a hook fits it on what has 
 with the fitted one. That costs one forward pass over the probe rows without logits, and the activations of one
 layer for them.
 
-`probe`: multinomial logistic regression on the router's input, without intercept, since these routers have no bias.
+`probe`: multinomial logistic regression on the router's input, without intercept, since few routers have a bias
+(those that have one get 0).
 Its logits are used as fitted: the softmax is then the calibrated posterior of the cluster given the token, and the
 renormalised top-k weights are that posterior among the chosen experts, the mixture that c-BTM (arXiv 2303.14177)
 forms of whole models. `centroid`: directions from the mean of all inputs to each cluster's mean, all of one length,
@@ -72,11 +73,11 @@ def initialise_router(merged: Path, rows: list[Rows], *, method: str, tokens: in
     model = AutoModelForCausalLM.from_pretrained(merged, dtype="auto", experts_implementation="eager")
     model.requires_grad_(False).eval().to("cuda" if torch.cuda.is_available() else "cpu")
     layers = fit_front_to_back(model, probe, FITS[method], l2)
-    for key, parameter in model.named_parameters():
+    for key, tensor in model.state_dict().items():
         role = checkpoint.family.role(key)
         if role.kind == "router":
             stored = checkpoint.tensors[role.template]
-            stored.write(parameter.to("cpu", FLOATS[stored.dtype]))
+            stored.write(tensor.to("cpu", FLOATS[stored.dtype]))
     report = {
         "method": method,
         "positions": len(probe.fitted_N) + len(probe.held_out_N),
@@ -148,6 +149,9 @@ def fit_front_to_back(model: torch.nn.Module, probe: Probe, fit: Fit, l2: float)
             experts = len(router.weight)
             weight_EH = fit(features_NH, probe.cluster[probe.fitted_N], experts, l2)
             router.weight.copy_(torch.from_numpy(weight_EH))
+            for name, tensor in router.state_dict().items():
+                if name != "weight":  # biases, of logits or of the choice
+                    tensor.zero_()
             kept_EH = router.weight.cpu().double().numpy()
             row = {"layer": layer}
             for name, chosen_N in (("accuracy", probe.fitted_N), ("held_out_accuracy", probe.held_out_N)):

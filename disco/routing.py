@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from disco.family import moe_blocks
+from disco.family import moe_blocks, num_experts
 
 DEAD = 0.01  # of an even share: an expert that gets less is called dead
 
@@ -22,7 +22,7 @@ class RouterCounts:
 
     def __init__(self, model: nn.Module, clusters: int):
         self._routers = [block.router for block in moe_blocks(model)]
-        experts = self._routers[0].weight.shape[0] if self._routers else 0
+        experts = num_experts(model.config) if self._routers else 0
         self.counts_LKE = np.zeros((len(self._routers), clusters, experts), dtype=np.int64)
         self._chosen: dict[int, torch.Tensor] = {}
 

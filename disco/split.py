@@ -3,15 +3,26 @@
 Submodel e computes what the full model computes when every token goes to expert e at weight 1.
 """
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from disco.artifacts import ArtifactError, need_disk, read_json, write_json
-from disco.checkpoint import Checkpoint, Output, copy_side_files, identity, tokenizer_identity, write_weights
+from disco.artifacts import ArtifactError, read_json, write_json
+from disco.checkpoint import (
+    Checkpoint,
+    Output,
+    Stored,
+    copy_side_files,
+    identity,
+    tokenizer_identity,
+    write_model,
+)
 from disco.config import ConfigError
-from disco.family import num_experts, with_experts
+from disco.family import STAND_INS, num_experts, with_experts
 
 NOTE = "submodel.json"
+NEVER = -1e4  # correction of a stand-in's score, which is between 0 and 1: it is never chosen
 
 
 class SubmodelNote(NamedTuple):
@@ -63,17 +74,31 @@ def split(
     experts = num_experts(source.config)
     if not 0 <= expert < experts:
         raise ConfigError(f"submodel {expert} does not exist: the model has {experts} experts, from 0")
+    config = with_experts(source.config, 1, 1)
+    stand_ins = getattr(config, STAND_INS, 0)
     outputs = []
     for key, stored in source.tensors.items():
         role = source.family.role(key)
         if role.kind == "router":
-            outputs.append(Output.copy(key, stored.row(expert)))
+            outputs.append(_router_rows(key, stored, expert, stand_ins))
         elif role.kind == "shared":
             outputs.append(Output.copy(key, stored))
         elif role.expert == expert:
             outputs.append(Output.copy(role.template.format(e=0), stored))
-    need_disk(out, sum(output.bytes for output in outputs), "a submodel")
-    write_weights(out, outputs, max_shard_bytes)
-    with_experts(source.config, 1, 1).save_pretrained(out)
+            for e in range(1, 1 + stand_ins):
+                nothing = partial(stored.filled, 0.0)
+                outputs.append(Output(role.template.format(e=e), stored.dtype, stored.shape, nothing))
+    write_model(out, config, outputs, "a submodel", max_shard_bytes)
     copy_side_files(full, out)
     write_submodel_note(out, base=identity(full), expert=expert, experts=experts, clustering=clustering)
+
+
+def _router_rows(key: str, stored: Stored, expert: int, stand_ins: int) -> Output:
+    """The expert's row of a router's tensor, and rows of stand-ins that are never chosen."""
+
+    def chunks() -> Iterator:
+        yield from stored.row(expert).chunks()
+        for _ in range(stand_ins):
+            yield from stored.row(expert).filled(0.0 if len(stored.shape) > 1 else NEVER)
+
+    return Output(key, stored.dtype, (1 + stand_ins, *stored.shape[1:]), chunks)

@@ -10,26 +10,25 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from disco.artifacts import need_disk
 from disco.checkpoint import (
     NAME_OF,
     Checkpoint,
     Output,
     as_bytes,
     copy_side_files,
-    expected_shapes,
+    expected,
     load_config,
-    write_weights,
+    write_model,
 )
 from disco.config import ConfigError, Experiment
-from disco.family import FAMILIES, family_of, num_experts, top_k, with_experts
+from disco.family import FAMILIES, family_of, num_experts, routed_like, top_k, with_experts
 from disco.split import NOTE, split
 
 if TYPE_CHECKING:
     from disco.corpus import Corpus
 
-# Keys of older config files that transformers turns into others.
-LEGACY_KEYS = ("rope_theta", "rope_scaling", "torch_dtype")
+# Keys of older config files that transformers turns into others, and one that models read though it is no field.
+MORE_KEYS = ("rope_theta", "rope_scaling", "torch_dtype", "head_dim")
 HUB_FILES = ["*.json", "model*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 
 
@@ -46,7 +45,7 @@ def model_config(raw: dict, tokenizer=None) -> PretrainedConfig:
             f"model.config.model_type is '{model_type}': known families are {', '.join(sorted(FAMILIES))}"
         )
     config_class = CONFIG_MAPPING[model_type]
-    known = {*config_class.__dataclass_fields__, *config_class.attribute_map, *LEGACY_KEYS}
+    known = {*config_class.__dataclass_fields__, *config_class.attribute_map, *config_class().to_dict(), *MORE_KEYS}
     for key in raw:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
@@ -111,36 +110,34 @@ def initial_model(config: Experiment, corpus: "Corpus | None", out: Path, single
     tokenizer = None if corpus is None else corpus.tokenizer()
     full = model_config(config.model.config, tokenizer)
     _check_vocabulary(full, tokenizer, "model.config.vocab_size")
+    dtype = getattr(torch, config.model.dtype)
     if not single_expert:
-        _draw(full, tokenizer, config.seed, config.model.dtype, out)
+        _draw(full, tokenizer, config.seed, dtype, out)
         return
     with tempfile.TemporaryDirectory(dir=out, prefix="full.") as folder:
-        _draw(full, tokenizer, config.seed, config.model.dtype, Path(folder))
+        _draw(full, tokenizer, config.seed, dtype, Path(folder))
         split(Path(folder), 0, out)
     (out / NOTE).unlink()  # a start is no submodel
 
 
-def _draw(config: PretrainedConfig, tokenizer, seed: int, dtype: str, out: Path) -> None:
+def _draw(config: PretrainedConfig, tokenizer, seed: int, dtype: torch.dtype, out: Path) -> None:
     """Draw weights in float32, so that every dtype starts from the same numbers, and save them in `dtype`."""
     family = family_of(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model = model.to(getattr(torch, dtype))
     config.architectures = [type(model).__name__]
-    config.dtype = getattr(torch, dtype)
-    _, tied = expected_shapes(config)
+    config.dtype = dtype
+    known = expected(config)
     outputs = []
     for key, tensor in model.state_dict().items():
-        flat = tensor.reshape(-1)
+        flat = tensor.reshape(-1).to(known.dtype(key, dtype))
         for piece in family.pieces(key, tensor.shape):
-            if piece.key not in tied:
+            if piece.key not in known.tied:
                 part = flat[piece.start : piece.start + torch.Size(piece.shape).numel()]
                 data = as_bytes(part)
                 outputs.append(Output(piece.key, NAME_OF[part.dtype], piece.shape, lambda data=data: [data]))
-    need_disk(out, sum(output.bytes for output in outputs), "the initial model")
-    write_weights(out, outputs)
-    config.save_pretrained(out)
+    write_model(out, config, outputs, "the initial model")
     GenerationConfig.from_model_config(config).save_pretrained(out)
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
@@ -157,11 +154,10 @@ def _copy_source(config: Experiment, corpus: "Corpus | None", out: Path, single_
     tokenizer = None if corpus is None else corpus.tokenizer()
     _check_vocabulary(source.config, tokenizer, f"{folder}: vocab_size")
     dtype = getattr(torch, config.model.dtype)
-    outputs = [Output.cast(key, stored, dtype) for key, stored in source.tensors.items()]
-    need_disk(out, sum(output.bytes for output in outputs), "the initial model")
-    write_weights(out, outputs)
+    known = expected(source.config)
+    outputs = [Output.cast(key, stored, known.dtype(key, dtype)) for key, stored in source.tensors.items()]
     source.config.dtype = dtype
-    source.config.save_pretrained(out)
+    write_model(out, source.config, outputs, "the initial model")
     copy_side_files(folder, out)
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
@@ -198,4 +194,4 @@ def full_config(config: Experiment, start: Path) -> PretrainedConfig:
         wanted = load_config(locate(config.model.source, config.model.revision))
     else:
         wanted = model_config(config.model.config)
-    return with_experts(load_config(Path(start)), num_experts(wanted), top_k(wanted))
+    return routed_like(load_config(Path(start)), wanted)

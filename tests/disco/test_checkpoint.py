@@ -16,10 +16,11 @@ from disco.checkpoint import (
     Checkpoint,
     Output,
     as_bytes,
-    expected_shapes,
+    expected,
     identity,
     read_header,
     tokenizer_identity,
+    write_model,
     write_weights,
 )
 from tests.disco.tiny_models import FAMILIES, load, same_tensors, save, tiny_config, tiny_model
@@ -80,19 +81,23 @@ def test_load_save_load_is_byte_stable(tmp_path, name):
     written = []
     for step in ("b", "c"):
         (folder := tmp_path / step).mkdir()
-        tensors = Checkpoint.open(previous).tensors
-        write_weights(folder, [Output.copy(key, stored) for key, stored in tensors.items()])
-        Checkpoint.open(previous).config.save_pretrained(folder)
+        source = Checkpoint.open(previous)
+        write_model(folder, source.config, [Output.copy(*item) for item in source.tensors.items()], "a model")
         written.append((folder / "model.safetensors").read_bytes())
         previous = folder
     assert written[0] == written[1]
-    assert same_tensors(load(tmp_path / "a").state_dict(), load(previous).state_dict())
+    model = load(previous)
+    assert same_tensors(load(tmp_path / "a").state_dict(), model.state_dict())
+    for step, saved in (("d", model), ("e", None)):  # and so by transformers
+        (saved or load(tmp_path / "d")).save_pretrained(tmp_path / step)
+    for name in ("model.safetensors", "config.json", "generation_config.json"):
+        assert (tmp_path / "d" / name).read_bytes() == (tmp_path / "e" / name).read_bytes()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_shapes_from_the_config_alone_are_those_on_disk(tmp_path, name):
     save(tiny_model(name, 3), tmp_path / "m")
-    shapes, tied = expected_shapes(tiny_config(name, 3))
+    shapes, tied, *_ = expected(tiny_config(name, 3))
     stored = {key: value.shape for key, value in Checkpoint.open(tmp_path / "m").tensors.items()}
     assert {key: shape for key, shape in shapes.items() if key not in tied} == stored
 

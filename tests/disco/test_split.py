@@ -12,11 +12,12 @@ from tests.disco.tiny_models import DTYPES, FAMILIES, IMPLEMENTATIONS, load, sam
 
 
 def force(model, expert: int) -> None:
-    """Make every router send every token to one expert, at weight 1."""
+    """Make every router send every token to one expert, at weight 1 (times DeepSeek's scaling)."""
 
     def forced(module, args, output):
         logits, scores, indices = output
-        return logits, torch.ones_like(scores[:, :1]), torch.full_like(indices[:, :1], expert)
+        weight = getattr(model.config, "routed_scaling_factor", 1.0)
+        return logits, torch.full_like(scores[:, :1], weight), torch.full_like(indices[:, :1], expert)
 
     for block in moe_blocks(model):
         block.router.register_forward_hook(forced)
