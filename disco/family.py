@@ -1,9 +1,9 @@
 """Where each MoE architecture keeps its router, its experts and its shared part: one table entry a family.
 
 Shapes: E experts, H hidden width, I expert width. The router's tensors have E rows; an expert is a set of
-tensors, stored one by one on disk and stacked [E, ...] in memory (a few families stack them on disk too); everything
-else, shared experts and dense layers included, is the shared part. A family that is not in the table is refused,
-never guessed.
+tensors, stored one by one on disk and stacked [E, ...] in memory (a few families stack them on disk too);
+everything else, shared experts and dense layers included, is the shared part. A family that is not in the table
+is refused, never guessed.
 """
 
 import copy

@@ -12,6 +12,7 @@ the forward pass, each with two flags. Frozen parts save their weights' half, an
 nothing is left of the backward pass.
 """
 
+import functools
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ from typing import Any, Literal
 
 Trainable = Literal["all", "experts", "router"]
 ROUTER = "mlp.gate"
+DEEPSEEK = {"experts": "n_routed_experts", "width": "moe_intermediate_size", "ungated": "n_shared_experts"}
 
-# model_type -> where the config keeps: number of experts, expert width, shared expert width. Dense families
-# have none of them.
+# model_type -> where the config keeps: number of experts, expert width, shared expert width (behind a gate),
+# number of shared experts (without one). Dense families have none of them.
 FAMILIES: dict[str, dict[str, str]] = {
     "qwen2_moe": {
         "experts": "num_experts",
@@ -30,12 +32,19 @@ FAMILIES: dict[str, dict[str, str]] = {
     },
     "mixtral": {"experts": "num_local_experts", "width": "intermediate_size"},
     "olmoe": {"experts": "num_experts", "width": "intermediate_size"},
+    "qwen3_moe": {"experts": "num_experts", "width": "moe_intermediate_size"},
+    "flex_olmo": {"experts": "num_experts", "width": "intermediate_size"},
+    "gpt_oss": {"experts": "num_local_experts", "width": "intermediate_size"},
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
     "llama": {},
     "mistral": {},
     "qwen2": {},
     "qwen3": {},
+    "olmo2": {},
     "gpt_neox": {},
 }
+POST_NORM = ("olmo2", "flex_olmo")  # normalise what a block puts out, not what it takes in
 
 
 @dataclass(frozen=True)
@@ -43,9 +52,12 @@ class Layer:
     """Forward operations a position of one decoder layer's products; `router` is 0 in a dense layer."""
 
     query: int
-    key: int  # and value
-    scores: int  # query-key products, and as many score-value products
+    key: int  # and as many for the value; in latent attention both together
+    scores: int
+    mix: int  # score-value products
     output: int
+    compressed_query: int = 0  # down-projections of latent attention (DeepSeek)
+    compressed_key: int = 0
     up: int = 0  # of a dense layer: gate and up, each
     down: int = 0
     router: int = 0
@@ -95,8 +107,11 @@ def layers(config: Any, length: int) -> list[Layer]:
         "query": 2 * hidden * queries,
         "key": 2 * hidden * keys,
         "scores": 2 * length * queries,
+        "mix": 2 * length * queries,
         "output": 2 * queries * hidden,
     }
+    if "ungated" in family:
+        attention = _latent_sizes(config, length)
     dense = {"up": 2 * hidden * wide, "down": 2 * hidden * wide}
     if "experts" not in family:
         return [Layer(**attention, **dense)] * config.num_hidden_layers
@@ -109,16 +124,36 @@ def layers(config: Any, length: int) -> list[Layer]:
     if "shared" in family:
         shared = 2 * hidden * getattr(config, family["shared"])
         sparse |= {"shared_up": shared, "shared_down": shared, "shared_gate": 2 * hidden}
+    if "ungated" in family:
+        shared = 2 * hidden * width * getattr(config, family["ungated"])
+        sparse |= {"shared_up": shared, "shared_down": shared}
     return [
         Layer(**attention, **(sparse if _is_sparse(config, experts, index) else dense))
         for index in range(config.num_hidden_layers)
     ]
 
 
+def _latent_sizes(config: Any, length: int) -> dict[str, int]:
+    """Products of DeepSeek's latent attention, which expands keys and values from one narrow vector."""
+    hidden, heads, low = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    queries = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    values = heads * config.v_head_dim
+    return {
+        "compressed_query": 2 * hidden * (config.q_lora_rank or 0),
+        "query": 2 * (config.q_lora_rank or hidden) * queries,
+        "compressed_key": 2 * hidden * (low + config.qk_rope_head_dim),
+        "key": 2 * low * (heads * config.qk_nope_head_dim + values),
+        "scores": 2 * length * queries,
+        "mix": 2 * length * values,
+        "output": 2 * values * hidden,
+    }
+
+
 def _is_sparse(config: Any, experts: int, index: int) -> bool:
     every = getattr(config, "decoder_sparse_step", 1)
     listed = index in (getattr(config, "mlp_only_layers", None) or ())
-    return experts > 0 and not listed and (index + 1) % every == 0
+    late = index >= getattr(config, "first_k_dense_replace", 0)
+    return experts > 0 and late and not listed and (index + 1) % every == 0
 
 
 def forward_flops(config: Any, length: int, *, labels: int | None = None) -> int:
@@ -195,7 +230,7 @@ class _Trained:
         outside: set[str] = set()
         for name in trainable:
             if found := re.search(r"(?:^|\.)layers\.(\d+)\.(.+)$", name):
-                parts = found[2].split(".")
+                parts = found[2].replace("mlp.router.", f"{ROUTER}.").split(".")
                 below = by_layer.setdefault(int(found[1]), set())
                 below.update(".".join(parts[:end]) for end in range(1, len(parts) + 1))
             else:
@@ -219,7 +254,7 @@ class _Trained:
 def _layer_of(config: Any) -> Callable[[Layer, Tally, bool, On], bool]:
     if config.model_type == "gpt_neox":
         return _parallel_layer if config.use_parallel_residual else _neox_layer
-    return _llama_layer
+    return functools.partial(_llama_layer, post_norm=config.model_type in POST_NORM)
 
 
 def _linear(tally: Tally, operations: int, inputs: bool, on: On, name: str) -> bool:
@@ -229,31 +264,67 @@ def _linear(tally: Tally, operations: int, inputs: bool, on: On, name: str) -> b
 
 
 def _attend(layer: Layer, tally: Tally, query: bool, key: bool, value: bool, on: On, output: str) -> bool:
-    scores = tally.product(layer.scores, query, key)
-    mixed = tally.product(layer.scores, scores, value)
+    scores = tally.product(layer.scores, query, key) or on("self_attn.sinks")
+    mixed = tally.product(layer.mix, scores, value)
     tally.wanted(mixed or on(f"{output}.weight"))
     return _linear(tally, layer.output, mixed, on, output)
 
 
-def _llama_layer(layer: Layer, tally: Tally, stream: bool, on: On) -> bool:
-    """Pre-norm layer of the Llama kind. `stream`: its input wants a gradient; returns whether its output does."""
+def _llama_layer(layer: Layer, tally: Tally, stream: bool, on: On, *, post_norm: bool) -> bool:
+    """Layer of the Llama kind. `stream`: its input wants a gradient; returns whether its output does."""
     inputs = stream or on("input_layernorm")
-    query = _linear(tally, layer.query, inputs, on, "self_attn.q_proj") or on("self_attn.q_norm")
-    key = _linear(tally, layer.key, inputs, on, "self_attn.k_proj") or on("self_attn.k_norm")
-    value = _linear(tally, layer.key, inputs, on, "self_attn.v_proj")
+    project = _latent if layer.compressed_key else _project
+    query, key, value = project(layer, tally, inputs, on)
     stream = _attend(layer, tally, query, key, value, on, "self_attn.o_proj") or stream
     inputs = stream or on("post_attention_layernorm")
     tally.wanted(inputs)
+    if post_norm:
+        stream = inputs
     if not layer.router:
-        return _gated(tally, layer.up, layer.down, inputs, on, "mlp") or stream
-    shared = _gated(tally, layer.shared_up, layer.shared_down, inputs, on, "mlp.shared_expert")
-    weights = tally.product(layer.router, inputs, on(f"{ROUTER}.weight"))
+        output = _gated(tally, layer.up, layer.down, inputs, on, "mlp")
+    else:
+        output = _mixture(layer, tally, inputs, on)
+    if post_norm:
+        output = output or on("post_feedforward_layernorm")
+        tally.wanted(output)
+    return stream or output
+
+
+def _project(layer: Layer, tally: Tally, inputs: bool, on: On) -> tuple[bool, bool, bool]:
+    query = _linear(tally, layer.query, inputs, on, "self_attn.q_proj") or on("self_attn.q_norm")
+    key = _linear(tally, layer.key, inputs, on, "self_attn.k_proj") or on("self_attn.k_norm")
+    return query, key, _linear(tally, layer.key, inputs, on, "self_attn.v_proj")
+
+
+def _latent(layer: Layer, tally: Tally, inputs: bool, on: On) -> tuple[bool, bool, bool]:
+    """Latent attention: part of the key comes from the narrow vector itself."""
+    narrow, name = inputs, "self_attn.q_proj"
+    if layer.compressed_query:
+        narrow = _linear(tally, layer.compressed_query, inputs, on, "self_attn.q_a_proj")
+        narrow, name = narrow or on("self_attn.q_a_layernorm"), "self_attn.q_b_proj"
+    query = _linear(tally, layer.query, narrow, on, name)
+    narrow = _linear(tally, layer.compressed_key, inputs, on, "self_attn.kv_a_proj_with_mqa")
+    value = _linear(tally, layer.key, narrow or on("self_attn.kv_a_layernorm"), on, "self_attn.kv_b_proj")
+    return query, value or narrow, value
+
+
+def _mixture(layer: Layer, tally: Tally, inputs: bool, on: On) -> bool:
+    """Router, routed experts and shared ones (before them behind a gate, after them without)."""
+    shared = gate = False
+    if layer.shared_gate:
+        shared = _gated(tally, layer.shared_up, layer.shared_down, inputs, on, "mlp.shared_expert")
+    weights = tally.product(layer.router, inputs, on(f"{ROUTER}.weight")) or on(f"{ROUTER}.bias")
     hidden = tally.product(layer.experts_up, inputs, on("mlp.experts.gate_up_proj"))
+    hidden = hidden or on("mlp.experts.gate_up_proj_bias")
     routed = tally.product(layer.experts_down, hidden, on("mlp.experts.down_proj")) or weights
+    routed = routed or on("mlp.experts.down_proj_bias")
     tally.wanted(routed)
-    gate = tally.product(layer.shared_gate, inputs, on("mlp.shared_expert_gate.weight"))
-    tally.wanted(shared or gate)
-    return stream or shared or routed or gate
+    if layer.shared_gate:
+        gate = tally.product(layer.shared_gate, inputs, on("mlp.shared_expert_gate.weight"))
+        tally.wanted(shared or gate)
+    elif layer.shared_up:
+        shared = _gated(tally, layer.shared_up, layer.shared_down, inputs, on, "mlp.shared_experts")
+    return shared or routed or gate
 
 
 def _gated(tally: Tally, up: int, down: int, inputs: bool, on: On, name: str) -> bool:

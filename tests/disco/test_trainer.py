@@ -13,11 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from disco.artifacts import SCRATCH, write_json
+from disco.checkpoint import Checkpoint
 from disco.config import Optimizer
 from disco.job import Job, JobError, Price, run_job
+from disco.split import split
 from disco.trainer import learning_rate
 from launch.ledger import read
+from tests.disco import tiny_models
 
+NEW_FAMILIES = ["qwen3_moe", "flex_olmo", "gpt_oss", "deepseek_v2", "deepseek_v3"]
 PRICE = Price(priced_as="rtx4090", dollars_per_hour=0.36, source="a test", as_of="2026-01-01")
 
 
@@ -147,6 +151,22 @@ def test_bf16_keeps_fp32_master_weights(make_job, toy_rows):
     run_job(job, threads=1)
     start, end = weights(out.parent / "start"), weights(out)
     assert any(not torch.equal(start[name].bfloat16(), end[name].bfloat16()) for name in start)
+
+
+@pytest.mark.parametrize("name", NEW_FAMILIES)
+def test_a_submodel_of_every_family_trains(tmp_path, make_job, name):
+    model = tiny_models.tiny_model(name, 3, torch.bfloat16, vocab_size=96)
+    tiny_models.save(model, tmp_path / "full")
+    split(tmp_path / "full", 1, tmp_path / "start")
+    job, out = make_job(name)
+    run_job(job.model_copy(update={"dtype": "bfloat16"}), threads=1)
+    before, after = Checkpoint.open(tmp_path / "start"), Checkpoint.open(out)
+    assert after.tensors.keys() == before.tensors.keys()
+    for key, stored in after.tensors.items():
+        assert stored.dtype == before.tensors[key].dtype, key
+        if (role := before.family.role(key)).kind == "expert" and role.expert == 0:
+            assert not torch.equal(stored.read(), before.tensors[key].read()), key
+    assert all("expert_share" not in row for row in read(tmp_path / "run" / "metrics.jsonl"))
 
 
 @pytest.mark.parametrize(("trainable", "moves"), [("experts", ".experts."), ("router", "mlp.gate.")])

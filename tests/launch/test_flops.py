@@ -1,5 +1,7 @@
 """Formulas against PyTorch's own counter, to the last operation."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +14,26 @@ from bcd.rows import select
 from launch.flops import forward_flops, layers, training_flops
 
 SMALL = {"vocab_size": 53, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4}
+LATENT = {
+    "intermediate_size": 28,
+    "moe_intermediate_size": 12,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 11,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+OTHERS = {
+    "qwen3_moe": {"intermediate_size": 28, "moe_intermediate_size": 12, "num_key_value_heads": 2, "head_dim": 10},
+    "flex_olmo": {"intermediate_size": 12, "num_key_value_heads": 2, "pad_token_id": None},
+    "gpt_oss": {"intermediate_size": 12, "num_key_value_heads": 2, "head_dim": 6},
+    "deepseek_v2": LATENT | {"q_lora_rank": None, "first_k_dense_replace": 1},
+    "deepseek_v3": LATENT | {"first_k_dense_replace": 2},
+}
 
 
 def config_of(family, experts=4, top_k=2, **extra):
@@ -22,6 +44,11 @@ def config_of(family, experts=4, top_k=2, **extra):
     elif family == "mixtral":
         sizes = {"intermediate_size": 12, "num_local_experts": experts, "num_key_value_heads": 1, "head_dim": 6}
         kind = MixtralConfig
+    elif family in OTHERS:
+        own = OTHERS[family]
+        experts = max(experts, 2) if family == "deepseek_v3" else experts  # its router cannot do with one
+        count = {"n_routed_experts" if family.startswith("deepseek") else "num_experts": experts}
+        return AutoConfig.for_model(family, **(SMALL | own | count | {"num_experts_per_tok": top_k} | extra))
     else:
         sizes = {"intermediate_size": 12, "num_experts": experts, "num_key_value_heads": 4}
         kind = OlmoeConfig
@@ -32,8 +59,8 @@ def count(config, rows, length, *, trainable=None, checkpointing=False, attentio
     """Operations that the counter sees in forward (and backward, if anything is trainable)."""
     model = build(config, attention)
     for name, parameter in model.named_parameters():
-        kept = {"experts": ".experts.", "router": "mlp.gate.weight"}.get(trainable, "")
-        parameter.requires_grad_(trainable is not None and kept in name)
+        kept = {"experts": r"\.experts\.", "router": r"mlp\.(gate|router)\."}.get(trainable, "")
+        parameter.requires_grad_(trainable is not None and re.search(kept, name) is not None)
     return run(model, rows, length, trainable is not None, checkpointing, labels)
 
 
@@ -59,7 +86,7 @@ def run(model, rows, length, backward=True, checkpointing=False, labels=None):
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "olmoe", *OTHERS])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("trainable", ["all", "experts", "router"])
 @pytest.mark.parametrize("experts,top_k", [(4, 2), (1, 1), (3, 3)])
@@ -70,7 +97,7 @@ def test_training_equals_the_counter(family, trainable, checkpointing, experts, 
     assert 2 * formula == counted
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "olmoe", *OTHERS])
 def test_forward_equals_the_counter_and_training_is_three_times_it(family):
     config = config_of(family)
     assert count(config, 3, 5) == 3 * forward_flops(config, 5)
@@ -96,6 +123,8 @@ NAMED = {
     "mistral": AutoConfig.for_model("mistral", **SMALL, **WIDE, head_dim=6),
     "qwen2": AutoConfig.for_model("qwen2", **SMALL, **WIDE, tie_word_embeddings=True),
     "qwen3": AutoConfig.for_model("qwen3", **SMALL, **WIDE, head_dim=8),
+    "olmo2": AutoConfig.for_model("olmo2", **SMALL, **WIDE, pad_token_id=None),
+    **{name: config_of(name) for name in OTHERS},
     "gpt_neox": AutoConfig.for_model("gpt_neox", **SMALL, intermediate_size=28),
     "gpt_neox, one after the other": AutoConfig.for_model(
         "gpt_neox", **SMALL, intermediate_size=28, use_parallel_residual=False
