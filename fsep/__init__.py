@@ -1,4 +1,4 @@
-"""Load traces, cost model, expert placement and token routing for mixture-of-experts training.
+"""Load traces, cost model, expert placement and token routing for mixture-of-experts training; sharded experts.
 
 Names are imported on first use, so that ``import fsep`` and ``fsep --help`` stay quick.
 """
@@ -13,7 +13,9 @@ _MODULE_OF = {
     "LoadTrace": "traces",
     "Planner": "online",
     "Topology": "topology",
+    "RankError": "link",
     "TraceRecorder": "record",
+    "attach": "sharding",
     "cost": "costs",
     "layout_bound": "bounds",
     "lower_bound": "bounds",
