@@ -20,8 +20,8 @@ def check_engine(engine) -> None:
     stage = engine.zero_optimization_stage()
     if stage > 2:
         raise ValueError(
-            f"zero_optimization.stage is {stage}: it partitions every parameter, which sharded experts already are, "
-            "and DeepSpeed refuses expert layers there: use stage 1 or 2"
+            f"zero_optimization.stage is {stage}: it partitions parameters that sharded experts have partitioned "
+            "already, and DeepSpeed refuses expert layers there: use stage 1 or 2"
         )
     if stage == 0 and engine.gradient_clipping() > 0:
         if engine.bfloat16_enabled() or engine.fp16_enabled():

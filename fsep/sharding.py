@@ -89,9 +89,7 @@ def attach(
         planner = Planner(topology, slots, layers=len(blocks), experts=experts)
     elif isinstance(planner, Sequence):
         planner = FixedLayouts(planner)
-    runtime = Runtime(
-        planner, topology, slots, prefetch=prefetch, delay_reshard=delay_reshard, timeout_s=timeout_s
-    )
+    runtime = Runtime(planner, topology, slots, prefetch=prefetch, delay_reshard=delay_reshard, timeout_s=timeout_s)
     for index, block in enumerate(blocks):
         block.parent.experts = _shard(index, block, runtime, device)
         runtime.layers.append(block.parent.experts)

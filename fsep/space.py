@@ -28,7 +28,7 @@ class Interval(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A run of coordinates inside one matrix: whole rows ``first`` to ``last`` hold it, from element ``skip`` on."""
+    """A run of coordinates in one matrix: whole rows ``first`` to ``last`` hold it, from element ``skip`` on."""
 
     matrix: int
     first: int

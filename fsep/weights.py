@@ -1,7 +1,7 @@
 """Rebuilding experts from the slices of all ranks, and taking gradients back to them.
 
 Shapes: E experts, N ranks, C slots, P copies, S values a slice.
-One all-to-all a slot: slices arrive where they are used, [N, S] one after the other, and no second buffer is needed.
+One all-to-all a slot: slices arrive where they are used, [N, S] one after the other, without a second buffer.
 """
 
 from __future__ import annotations
