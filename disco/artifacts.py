@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -210,24 +211,29 @@ def verify(folder: Path, *, hashes: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Hold a run folder for this process; the kernel lets go when the process ends, however it ends."""
+def lock(folder: Path, *, shared: bool = False, name: str = ".lock") -> Iterator[None]:
+    """Hold a run folder for this process; the kernel lets go when the process ends, however it ends.
+
+    Processes that make one submodel each hold it `shared`, and each a lock of its own, `name`.
+    """
+    path = folder / name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a+")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+")
     except OSError as error:
         raise ArtifactError(f"run folder {folder}: {error.strerror}: set runs= to a folder you can write") from None
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
             file.seek(0)
             holder = file.read().strip() or "unknown"
-            raise ArtifactError(f"{folder}: another disco process ({holder}) works here: wait for it") from None
+            place = path.parent if path.name == ".lock" else path.with_suffix("")
+            raise ArtifactError(f"{place}: another disco process ({holder}) works here: wait for it") from None
         file.truncate(0)
-        file.write(f"pid {os.getpid()}")
+        file.write(f"pid {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield
 

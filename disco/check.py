@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+from collections.abc import Collection
 
 import torch
 from transformers import PretrainedConfig
@@ -17,15 +18,27 @@ from disco.tokenizer import check_tokenizer
 from disco.train import price_of
 
 
-def check(config: Experiment) -> None:
-    """Raise ConfigError for an experiment that cannot work. Reads no corpus and loads no weights."""
+def check(config: Experiment, trained_here: Collection[str] = ("seed_phase", "train", "finetune")) -> None:
+    """Raise ConfigError for an experiment that cannot work. Reads no corpus and loads no weights.
+
+    `trained_here` names the sections whose training this machine has the devices for.
+    """
     full = described_model(config)
     experts = num_experts(full)
     _check_model(config, full, experts)
     check_sources(config.corpus)
     check_tokenizer(config)
+    _check_nodes(config)
     for name in ("seed_phase", "train", "finetune"):
         _check_optimizer(name, getattr(config, name))
+        if name in trained_here:
+            nodes = config.launch.nodes if name == "finetune" else 1
+            _check_devices(name, getattr(config, name), nodes)
+            if nodes > 1 and not config.launch.node_command:
+                raise ConfigError(
+                    f"launch.nodes is {nodes} but nothing starts processes on them: disco launch --on slurm does, "
+                    "or set launch.node_command to what runs a command on each"
+                )
     for stage in ("train", "finetune"):
         try:
             price_of(config, getattr(config.hardware, stage))
@@ -85,12 +98,25 @@ def _check_optimizer(name: str, section: Optimizer) -> None:
             f"{name}.zero_stage is 3, which cannot train beside frozen parameters ({frozen}): "
             f"set {name}.zero_stage=2"
         )
-    gpus = torch.cuda.device_count()
-    available = gpus or os.cpu_count() or 1
-    if section.processes > available:
+
+
+def _check_nodes(config: Experiment) -> None:
+    nodes, processes = config.launch.nodes, config.finetune.processes
+    if processes % nodes:
         raise ConfigError(
-            f"{name}.processes is {section.processes} but this machine has {available} "
-            f"{'GPUs' if gpus else 'CPU cores'}: set {name}.processes={available}"
+            f"finetune.processes is {processes}, which launch.nodes={nodes} machines cannot share evenly: "
+            f"set finetune.processes={max(1, processes // nodes) * nodes}"
+        )
+
+
+def _check_devices(name: str, section: Optimizer, nodes: int) -> None:
+    gpus = torch.cuda.device_count()
+    available = (gpus or os.cpu_count() or 1) * nodes
+    if section.processes > available:
+        place = "this machine has" if nodes == 1 else f"{nodes} machines like this one have"
+        raise ConfigError(
+            f"{name}.processes is {section.processes} but {place} "
+            f"{available} {'GPUs' if gpus else 'CPU cores'}: set {name}.processes={available}"
         )
     if section.precision == "bf16" and gpus and not torch.cuda.is_bf16_supported():
         raise ConfigError(f"{name}.precision is bf16, which this GPU does not have: set {name}.precision=fp32")

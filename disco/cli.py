@@ -1,6 +1,8 @@
 """The command line: one command a stage, `run` for all of them, and what carries submodels between machines."""
 
+import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -43,7 +45,7 @@ def run(
     config: ConfigPath,
     overrides: Overrides = None,
     start: Annotated[str | None, typer.Option("--from", help="make this stage and all after it again")] = None,
-    until: Annotated[str | None, typer.Option(help="stop after this stage")] = None,
+    until: Annotated[list[str] | None, typer.Option(help="stop after this stage (or these)")] = None,
     force: Annotated[list[str] | None, typer.Option(help="make this stage again although it is fresh")] = None,
 ) -> None:
     """Run the whole experiment: what is stale or missing, and nothing else."""
@@ -51,19 +53,23 @@ def run(
 
     experiment = _load(config, overrides)
     pipeline.run(experiment, until=until, start=start, force=force or (), say=_say)
-    if until is None:
+    if not until:
         _say(f"report: {experiment.folder / 'report' / 'report.html'}")
 
 
 @app.command()
 def status(run: Annotated[Path, typer.Argument(help="run folder, or the experiment file")]) -> None:
     """Show the state of every stage of a run."""
-    from disco import artifacts, pipeline
+    from disco import artifacts, pipeline, running
 
     experiment = _load(run, None)
     table = Table("stage", "state", "finished", "seconds")
     for name, state in pipeline.status(experiment).items():
         finished, seconds = "", ""
+        if state == pipeline.RUNNING and (note := running.running(experiment.folder, name)):
+            state = f"running on {note.host}"
+            if not note.sure:
+                state += f"? (last heard of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(note.seen))})"
         if state in (pipeline.FRESH, pipeline.STALE):
             recorded = artifacts.manifest(experiment.folder / name)
             finished = f"{recorded['finished_at']}"
@@ -95,8 +101,9 @@ def train(
     config: ConfigPath,
     overrides: Overrides = None,
     submodel: Annotated[int | None, typer.Option(min=0, help="train only this one")] = None,
+    baseline: Annotated[str | None, typer.Option(help="of this baseline's submodels (random_split)")] = None,
 ) -> None:
-    """Train the submodels, or one of them (at home, or in an unpacked pack)."""
+    """Train the submodels, or one of them: in an unpacked pack, or at home, where others can run beside it."""
     from disco import pack, pipeline, stages
     from disco.config import ConfigError
 
@@ -109,9 +116,10 @@ def train(
         )
     if submodel is not None and stages.packed_file(experiment.folder, submodel).exists():
         _say(f"carry this file home and `disco collect` it: {pack.train_packed(experiment, submodel)}")
+    elif submodel is not None:
+        pipeline.run_submodel(experiment, pack.stage_of(experiment, submodel, baseline).name, say=_say)
     else:
-        until = "train" if submodel is None else pack.stage_of(experiment, submodel).name
-        pipeline.run(experiment, until=until, say=_say)
+        pipeline.run(experiment, until=f"baselines/{baseline}/train" if baseline else "train", say=_say)
 
 
 @app.command("pack")
@@ -143,6 +151,19 @@ def collect(
         _say(pack.collect(experiment, result))
 
 
+@app.command()
+def launch(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    on: Annotated[str, typer.Option(help="local, ssh, slurm or skypilot")] = ...,
+    dry_run: Annotated[bool, typer.Option(help="only write the scripts, to read, edit and start by hand")] = False,
+) -> None:
+    """Run the whole experiment with submodels side by side: here, over ssh, on SLURM or in the cloud."""
+    from disco.backends.start import launch
+
+    launch(_load(config, overrides), on, dry_run=dry_run, console=console)
+
+
 @app.command("fetch-corpus")
 def fetch_corpus(
     folder: Annotated[Path, typer.Argument(help="folder to build the corpus in")],
@@ -158,8 +179,10 @@ def main() -> None:
     """Console entry point: errors of the user's making are one line and exit code 2."""
     from disco.artifacts import ArtifactError
     from disco.config import ConfigError
-    from disco.job import JobError
+    from disco.job import PARENT, JobError, die_with_parent
 
+    if PARENT in os.environ:
+        die_with_parent()
     try:
         app()
     except (ConfigError, ArtifactError, ValueError, OSError, JobError) as error:

@@ -12,20 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-Share = Annotated[float, Field(ge=0, le=1)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[int, Field(gt=0)]
-Tokens = Annotated[int, Field(ge=0)]
-
-
-class ConfigError(ValueError):
-    """A value in the experiment file that cannot work; the message names value, place and remedy."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+from disco.launching import Launch
+from disco.schema import BelowOne, ConfigError, Positive, Section, Share, Tokens
 
 
 class Source(Section):
@@ -250,11 +240,6 @@ class Hardware(Section):
     train: str = "rtx4090"
     finetune: str = "a100"
     table: str | None = Field(None, description="a YAML file whose entries override the built-in table")
-
-
-class Launch(Section):
-    parallel: Positive = Field(1, description="submodels at once on this machine")
-    threads: Positive | None = Field(None, description="CPU threads a process; the cores shared out if absent")
 
 
 class Experiment(Section):

@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from disco.artifacts import SCRATCH, ArtifactError, write_json
 from disco.config import Optimizer, Section, Tracking
 
 JOB = "job.json"
+EVERYWHERE = "--everywhere"
+PARENT = "DISCO_PARENT"  # environment: the process that a training process must not outlive
 _running: set[subprocess.Popen] = set()
 
 
@@ -53,20 +56,30 @@ class Job(Section):
     run: str
     group: str
     tracking: Tracking = Tracking()
+    nodes: int = 1
+    node_command: list[str] = []
+    rendezvous: str | None = None
 
 
 def run_job(job: Job, threads: int) -> None:
-    """Train in processes of its own, which end when this one does. Raises JobError when they fail."""
+    """Train in processes of its own, which end when this one does. Raises JobError when they fail.
+
+    On several machines `job.node_command` starts the same command on each: a torchrun agent, which meets the
+    others at the rendezvous and starts that machine's share of the processes.
+    """
     path = Path(job.out) / SCRATCH / JOB
     write_json(path, job.model_dump(mode="json"))
-    command = [sys.executable, "-m", "disco.job", str(path)]
+    command = [sys.executable, "-m", "disco.job", str(path.absolute())]
     if job.section.processes > 1:
-        command += ["--processes", str(job.section.processes)]
+        command += ["--processes", str(job.section.processes // job.nodes)]
+    if job.nodes > 1:
+        command += ["--nodes", str(job.nodes), "--rendezvous", job.rendezvous or _free_endpoint()]
+        command = [sys.executable, "-m", "disco.job", EVERYWHERE, *job.node_command, *command]
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "PYTHONHASHSEED": "0",
         "TOKENIZERS_PARALLELISM": "false",
-        "DISCO_PARENT": str(os.getpid()),
+        PARENT: str(os.getpid()),
     }
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     _running.add(process)
@@ -91,23 +104,42 @@ def _stop(process: subprocess.Popen) -> None:
     _running.discard(process)
 
 
-def _die_with_parent() -> None:
+def _free_endpoint() -> str:
+    """This machine and a port of it that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return f"{socket.gethostname()}:{probe.getsockname()[1]}"
+
+
+def die_with_parent() -> None:
     """Ask the kernel to end this process with its parent, so that a killed run leaves nothing behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    started_by = int(os.environ.get("DISCO_PARENT", "0"))
+    started_by = int(os.environ.get(PARENT, "0"))
     if started_by and not Path(f"/proc/{started_by}").exists() and Path("/proc/self").exists():
         sys.exit("disco: the run that started this process is gone")
 
 
 def main(path: str, *options: str) -> None:
-    """Train the job in `path`; with `--processes N`, as torchrun does it, in N processes of this one."""
-    _die_with_parent()
-    if options:
+    """Train the job in `path`.
+
+    `--processes N` does so in N processes of this one, as torchrun does; with `--nodes M --rendezvous HOST:PORT`
+    this is the agent of one of M machines. `--everywhere COMMAND` only becomes that command, tied to the run.
+    """
+    die_with_parent()
+    if path == EVERYWHERE:
+        del os.environ[PARENT]  # on another machine that number is another process, or none
+        os.execvp(options[0], options)
+    settings = dict(zip(options[::2], options[1::2], strict=True))
+    if settings:
         from torch.distributed import run
 
-        os.environ["DISCO_PARENT"] = str(os.getpid())
-        return run.main(["--standalone", f"--nproc-per-node={options[1]}", "-m", "disco.job", path])
+        os.environ[PARENT] = str(os.getpid())
+        meet = ["--standalone"]
+        if "--nodes" in settings:
+            meet = [f"--nnodes={settings['--nodes']}", "--rdzv-backend=c10d"]
+            meet += [f"--rdzv-endpoint={settings['--rendezvous']}", f"--rdzv-id={Path(path).parent}"]
+        return run.main([*meet, f"--nproc-per-node={settings.get('--processes', 1)}", "-m", "disco.job", path])
     raw: dict[str, Any] = json.loads(Path(path).read_text())
     from transformers.utils import logging
 

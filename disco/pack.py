@@ -137,7 +137,12 @@ def _tar(root: Path, target: Path) -> None:
     partial.rename(target)
 
 
-def stage_of(config: Experiment, submodel: int) -> Stage:
+def stage_of(config: Experiment, submodel: int, baseline: str | None = None) -> Stage:
+    """The stage of a submodel, of DisCo's own or of those of a baseline."""
     if not 0 <= submodel < clusters(config):
         raise ConfigError(f"--submodel {submodel}: this experiment has submodels 0 to {clusters(config) - 1}")
-    return stages(config)[f"train/{submodel}"]
+    graph = stages(config)
+    name = f"baselines/{baseline}/train/{submodel}" if baseline else f"train/{submodel}"
+    if name not in graph:
+        raise ConfigError(f"--baseline {baseline}: this experiment has no such baseline with submodels")
+    return graph[name]

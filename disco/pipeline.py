@@ -10,9 +10,11 @@ from disco.artifacts import ArtifactError
 from disco.check import check
 from disco.config import ConfigError, Experiment, closest
 from disco.job import stop_jobs
+from disco.running import making, running
 from disco.stages import Stage, stages
 
 FRESH, STALE, MISSING, STARTED, WAITING, DAMAGED = "fresh", "stale", "missing", "started", "waiting", "damaged"
+RUNNING = "running"
 
 
 def expected_inputs(config: Experiment, stage: Stage) -> dict[str, str]:
@@ -21,11 +23,14 @@ def expected_inputs(config: Experiment, stage: Stage) -> dict[str, str]:
 
 
 def status(config: Experiment) -> dict[str, str]:
-    """The state of every stage: fresh, stale, started (resumes), missing, damaged, or waiting for another."""
+    """The state of every stage: fresh, stale, running (anywhere), started (resumes), missing, damaged, or waiting
+    for another."""
     states: dict[str, str] = {}
     for name, stage in stages(config).items():
         folder = config.folder / name
-        if any(states[need] != FRESH for need in stage.needs):
+        if running(config.folder, name):
+            states[name] = RUNNING
+        elif any(states[need] != FRESH for need in stage.needs):
             states[name] = WAITING
         elif folder.exists():
             key = artifacts.stage_key(expected_inputs(config, stage), stage.section, config.seed)
@@ -42,22 +47,23 @@ def status(config: Experiment) -> dict[str, str]:
 def run(
     config: Experiment,
     *,
-    until: str | None = None,
+    until: str | Iterable[str] | None = None,
     start: str | None = None,
     force: Iterable[str] = (),
     say: Callable[[str], None] = print,
 ) -> None:
     """Make every stage that is stale or missing, in order; submodels `launch.parallel` at a time.
 
-    `until` is the last stage made, `start` the first of those made again, `force` names stages to make again
-    although fresh. A fresh stage whose files differ from its manifest raises
-    ArtifactError: it is made again only with `force` or `start`.
+    `until` is the last stage made (or several), `start` the first of those made again, `force` names stages to
+    make again although fresh. A fresh stage whose files differ from its manifest raises ArtifactError: it is made
+    again only with `force` or `start`.
     """
     graph = stages(config)
-    for name in [*force, *filter(None, (until, start))]:
+    until = [until] if isinstance(until, str) else list(until or ())
+    for name in [*force, *until, *filter(None, [start])]:
         if not any(_named(stage, name) for stage in graph):
             raise ConfigError(f"no stage is called '{name}': {closest(name, graph)}")
-    check(config)
+    check(config, trained_here(_until(graph, until)))
     transformers.utils.logging.disable_progress_bar()
     with artifacts.lock(config.folder):
         (config.folder / "experiment.yaml").write_text(config.dump(), encoding="utf-8")
@@ -71,6 +77,33 @@ def run(
                 todo = [stage for stage in todo if stage not in batch]
             batch = [stage for stage in batch if not _fresh(config, stage, stage.name in again, say)]
             _make_all(config, batch, say)
+
+
+def trained_here(todo: Iterable[Stage]) -> set[str]:
+    """The sections of the experiment whose processes these stages start."""
+    trains = [stage for stage in todo if stage.trains]
+    return {
+        "train" if stage.submodel else "seed_phase" if stage.name == "start" else "finetune" for stage in trains
+    }
+
+
+def run_submodel(config: Experiment, name: str, *, say: Callable[[str], None] = print) -> None:
+    """Make one submodel (a stage such as train/3) and, where it is missing, what it needs.
+
+    Any number of processes can do so in one run folder, on any machines that share it, each with its own submodel.
+    """
+    stage = stages(config)[name]
+    states = status(config)
+    if any(states[need] != FRESH for need in stage.needs):
+        run(config, until=stage.needs, say=say)
+    check(config, trained_here([stage]))
+    transformers.utils.logging.disable_progress_bar()
+    with (
+        artifacts.lock(config.folder, shared=True),
+        artifacts.lock(config.folder, name=f"launch/running/{name}.lock"),
+    ):
+        if not _fresh(config, stage, False, say):
+            _make(config, stage, say)
 
 
 def _make_all(config: Experiment, batch: list[Stage], say: Callable[[str], None]) -> None:
@@ -97,14 +130,17 @@ def _make(config: Experiment, stage: Stage, say: Callable[[str], None]) -> None:
     if artifacts.finish(folder, artifacts.stage_key(inputs, stage.section, config.seed)):
         return say(f"{stage.name}: was whole already")
     say(f"{stage.name}: making it")
-    with artifacts.stage_folder(
-        folder,
-        stage=stage.name,
-        inputs=inputs,
-        section=stage.section,
-        seed=config.seed,
-        keep_partial=stage.trains,
-    ) as out:
+    with (
+        making(config.folder, stage.name),
+        artifacts.stage_folder(
+            folder,
+            stage=stage.name,
+            inputs=inputs,
+            section=stage.section,
+            seed=config.seed,
+            keep_partial=stage.trains,
+        ) as out,
+    ):
         stage.make(out)
 
 
@@ -136,11 +172,11 @@ def _named(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(pattern + "/")
 
 
-def _until(graph: dict[str, Stage], until: str | None) -> list[Stage]:
+def _until(graph: dict[str, Stage], until: list[str]) -> list[Stage]:
     order = list(graph.values())
-    if until is None:
+    if not until:
         return order
-    last = [stage for stage in order if _named(stage.name, until)]
+    last = [stage for stage in order if any(_named(stage.name, name) for name in until)]
     wanted, queue = set(), [stage.name for stage in last]
     while queue:
         name = queue.pop()

@@ -76,6 +76,7 @@ class Recorder:
         if self.silent:
             return
         seconds = max(row["seconds"], 1e-9)
+        row["steps"] = steps
         row["tokens_per_s"] = row["tokens"] / seconds
         row["dollars"] = seconds * self.world * self.job.price.dollars_per_hour / 3600
         append(self._metrics, {"phase": self.job.phase, "attempt": self.attempt, **row})

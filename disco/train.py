@@ -95,7 +95,8 @@ def price_of(config: Experiment, priced_as: str) -> Price:
 
 def threads_of(config: Experiment, section: Optimizer, side_by_side: int) -> int:
     """CPU threads of each training process: `launch.threads`, or the cores shared out."""
-    return config.launch.threads or max(1, (os.cpu_count() or 1) // (side_by_side * section.processes))
+    processes = section.processes // (config.launch.nodes if isinstance(section, Finetune) else 1)
+    return config.launch.threads or max(1, (os.cpu_count() or 1) // (side_by_side * processes))
 
 
 def run_training(
@@ -123,16 +124,19 @@ def run_training(
             "z_loss": section.z_loss,
             "collapse_share": section.collapse_share,
             "collapse_logs": section.collapse_logs,
+            "nodes": config.launch.nodes,
+            "node_command": config.launch.node_command,
+            "rendezvous": config.launch.rendezvous,
         }
     cheap = not isinstance(section, Finetune)
     job = Job(
         phase=phase,
         stage=phase.rpartition("/")[0].rpartition("/")[2] if submodel is not None else phase.rpartition("/")[2],
         submodel=submodel,
-        model=str(model),
-        out=str(out),
-        rows=str(work / "rows.npz"),
-        validation=str(work / "validation.npz") if validation is not None else None,
+        model=str(model.absolute()),
+        out=str(out.absolute()),
+        rows=str((work / "rows.npz").absolute()),
+        validation=str((work / "validation.npz").absolute()) if validation is not None else None,
         validate_at=curve_points(config, rows, section) if validation is not None else [],
         section=section.model_dump(include=set(Optimizer.model_fields)),
         trainable=trainable,
