@@ -13,7 +13,8 @@ from disco.checkpoint import expected
 from disco.config import ConfigError, Experiment, Optimizer
 from disco.family import num_experts, top_k, with_experts
 from disco.sources import check_sources
-from disco.stages import clusters, described_model, starts_single
+from disco.stages import clusters, starts_single
+from disco.start import described_model
 from disco.tokenizer import check_tokenizer
 from disco.train import price_of
 
@@ -66,15 +67,20 @@ def _check_model(config: Experiment, full, experts: int) -> None:
             f"corpus.sequence_length is {config.corpus.sequence_length} but the model's "
             f"max_position_embeddings is {limit}"
         )
-    if config.model.source and config.seed_phase.tokens and config.seed_phase.model == "submodel":
+    if (
+        config.model.source
+        and config.seed_phase.tokens
+        and config.seed_phase.model == "submodel"
+        and (not starts_single(config))
+    ):
         raise ConfigError(
             "seed_phase.model is 'submodel' but model.source has trained experts, which a single-expert seed "
             "would throw away: set seed_phase.model=full"
         )
     if starts_single(config) and config.merge.router == "original":
         raise ConfigError(
-            "merge.router is 'original' but the submodels start from a single-expert seed, which has no router: "
-            "set merge.router=probe or seed_phase.model=full"
+            "merge.router is 'original' but the submodels start from a single expert, which has no router: "
+            "set merge.router=probe"
         )
     if isinstance(config.merge.backbone, list):
         weights = config.merge.backbone

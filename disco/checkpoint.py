@@ -5,6 +5,7 @@ grow with the file, and copied tensors keep their bits whatever their dtype. Eve
 canonical key (`family.py`): the stacked and the per-expert layout of a checkpoint look the same from here.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from disco.artifacts import MANIFEST, ArtifactError, file_hash, fingerprint, need_disk, read_json, write_json
-from disco.family import Family, family_of
+from disco.family import Family, family_of, layout_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -105,6 +106,12 @@ class Stored:
             file.write(as_bytes(tensor))
 
 
+def seeded(*name) -> torch.Generator:
+    """A generator whose numbers depend on the values in `name` alone."""
+    digest = hashlib.sha256(" ".join(map(str, name)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
 def as_tensor(data: bytearray, dtype: str) -> torch.Tensor:
     return torch.frombuffer(data, dtype=FLOATS[dtype])
 
@@ -125,15 +132,15 @@ class Checkpoint:
     tensors: dict[str, Stored]
 
     @classmethod
-    def open(cls, folder: str | Path) -> "Checkpoint":
-        """Read config, index and headers; no weights.
+    def open(cls, folder: str | Path, dense: bool = False) -> "Checkpoint":
+        """Read config, index and headers; no weights. A dense model only where `dense` allows it.
 
         Raises ArtifactError naming the file that is missing, damaged or indexed wrongly, and the tensor that is
         missing, unexpected or of another shape than the config says.
         """
         folder = Path(folder)
         config = load_config(folder)
-        family = family_of(config)
+        family = layout_of(config) if dense else family_of(config)
         known = expected(config)
         tensors: dict[str, Stored] = {}
         for key, stored in _stored_tensors(folder).items():
@@ -181,7 +188,7 @@ class Expected(NamedTuple):
 @lru_cache(maxsize=8)
 def _shapes_of(config_json: str) -> Expected:
     config = AutoConfig.for_model(**json.loads(config_json))
-    family = family_of(config)
+    family = layout_of(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shapes = {
@@ -314,7 +321,7 @@ def write_model(
     """
     check_keys(config, {output.key: output.shape for output in outputs}, what)
     need_disk(folder, sum(output.bytes for output in outputs), what)
-    family = family_of(config)
+    family = layout_of(config)
     write_weights(folder, _stacked(outputs, family) if family.stacked_on_disk else outputs, max_shard_bytes)
     config.save_pretrained(folder)
 

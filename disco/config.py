@@ -84,12 +84,40 @@ class Corpus(Section):
         return sources
 
 
+class Upcycle(Section):
+    """A dense model to a Mixture-of-Experts of the class that is the same otherwise (Llama and Mistral to Mixtral,
+    Qwen2 to Qwen2Moe, Qwen3 to Qwen3Moe, OLMo 2 to FlexOlmo)."""
+
+    experts: Annotated[int, Field(ge=2)]
+    top_k: Positive = 2
+    method: Literal["copy", "drop", "split"] = Field(
+        "copy",
+        description="an expert is the whole feed-forward part; that with a share of its neurons drawn anew; or an "
+        "equal part of it",
+    )
+    drop: Share | None = Field(None, description="share of the neurons that method drop draws anew; 0.5 if absent")
+    noise: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="standard deviation of noise on each expert's weights, as a share of the matrix's own"
+    )
+
+    @model_validator(mode="after")
+    def _fit(self):
+        if self.top_k > self.experts:
+            raise ValueError(
+                f"top_k is {self.top_k} but there are {self.experts} experts: set it to 1..{self.experts}"
+            )
+        if self.drop is not None and self.method != "drop":
+            raise ValueError(f"drop is for method drop, not {self.method}: leave it out or set method: drop")
+        return self
+
+
 class Model(Section):
     """Where the full MoE comes from: `source` (a folder or hub name), or `config` (from scratch)."""
 
     source: str | None = None
     revision: str | None = None
     config: dict[str, Any] | None = Field(None, description="Hugging Face config with model_type")
+    upcycle: Upcycle | None = Field(None, description="source or config is a dense model, to be given experts")
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     experts: Literal["grouped_mm", "batched_mm", "eager"] = Field(
         "grouped_mm", description="Hugging Face's implementation of the expert layer"

@@ -141,6 +141,11 @@ FAMILIES = {
         ),
     )
 }
+# Dense families that can be upcycled: all of them is the shared part.
+DENSE = {
+    name: Family(model_type=name, stacked=(), router_tensors=())
+    for name in ("llama", "mistral", "qwen2", "qwen3", "olmo2")
+}
 # Config key: experts that are there only because the router cannot do with one. They are last, are never chosen,
 # belong to no cluster, and vanish in a merge.
 STAND_INS = "stand_in_experts"
@@ -154,6 +159,11 @@ def family_of(config: PretrainedConfig) -> Family:
             f"known are {', '.join(sorted(FAMILIES))}"
         )
     return FAMILIES[config.model_type]
+
+
+def layout_of(config: PretrainedConfig) -> Family:
+    """As `family_of`, and dense families too."""
+    return DENSE.get(config.model_type) or family_of(config)
 
 
 def num_experts(config: PretrainedConfig) -> int:

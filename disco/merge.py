@@ -4,7 +4,6 @@ The shared part is base + sum_k w_k (theta_k - base), computed in float64 and ca
 tensor is in memory at a time, whatever the number of experts and layers.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,6 +23,7 @@ from disco.checkpoint import (
     as_tensor,
     copy_side_files,
     identity,
+    seeded,
     tokenizer_identity,
     write_model,
 )
@@ -214,9 +214,7 @@ def _random_rows(key: str, like: Stored, rows: list[int], std: float, seed: int)
             if len(like.shape) == 1:
                 yield from like.row(0).filled(0.0)
                 continue
-            name = hashlib.sha256(f"{seed} {key} {row}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(name[:7], "little"))
-            values = torch.randn(like.shape[1:], generator=generator, dtype=torch.float64) * std
+            values = torch.randn(like.shape[1:], generator=seeded(seed, key, row), dtype=torch.float64) * std
             yield as_bytes(values.to(FLOATS[like.dtype]))
 
     return chunks

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PretrainedConfig
 
 from disco import artifacts
-from disco.checkpoint import identity, load_config
+from disco.checkpoint import identity
 from disco.cluster import assignments, cluster
 from disco.config import Experiment, Section
 from disco.corpus import Corpus, prepare
@@ -28,8 +27,9 @@ from disco.report import report
 from disco.router import initialise_router
 from disco.sources import local_files
 from disco.split import split, write_submodel_note
-from disco.start import full_config, initial_model, locate, model_config
+from disco.start import described_model, full_config, initial_model, locate
 from disco.train import curve_rows, joint_rows, mixed_rows, run_training, submodel_rows
+from disco.upcycle import identical_experts
 
 # Keys of the configuration that change how a stage runs, but not what comes out of it.
 NEUTRAL = {"log_every", "checkpoint_every"}
@@ -68,10 +68,7 @@ def stages(config: Experiment) -> dict[str, Stage]:
 def _start(config: Experiment) -> Iterator[Stage]:
     """The corpus and the shared start of all submodels."""
     run, phase = config.folder, config.seed_phase
-    model, checkpoint = _dump(config.model), None
-    if config.model.source is not None:
-        checkpoint = locate(config.model.source, config.model.revision)
-        model["content"] = identity(checkpoint)
+    model, checkpoint = _model(config)
     yield Stage(
         "prepare",
         (),
@@ -166,6 +163,14 @@ def _disco(config: Experiment, prefix: str, method: str | None) -> Iterator[Stag
         last = f"{prefix}{name}"
 
 
+def _model(config: Experiment) -> tuple[dict, Path | None]:
+    """What the first model depends on, and the folder of its source."""
+    if config.model.source is None:
+        return _dump(config.model), None
+    checkpoint = locate(config.model.source, config.model.revision)
+    return _dump(config.model) | {"content": identity(checkpoint)}, checkpoint
+
+
 def _joint(config: Experiment) -> Iterator[Stage]:
     """The full MoE trained on exactly the tokens that the stages of DisCo see."""
     run, begin = config.folder, "start"
@@ -176,7 +181,7 @@ def _joint(config: Experiment) -> Iterator[Stage]:
         yield Stage(
             begin,
             ("prepare",),
-            {"model": _dump(config.model)},
+            {"model": _model(config)[0]},
             lambda out: initial_model(config, _corpus(config), out, single_expert=False),
         )
     changed = {"learning_rate": joint_rate(config)} | config.joint.model_dump(exclude_none=True)
@@ -275,14 +280,9 @@ def merge_submodels(config: Experiment, prefix: str, out: Path) -> None:
 
 def starts_single(config: Experiment) -> bool:
     """Whether the shared start is a single-expert model that every submodel begins from."""
+    if config.model.upcycle is not None and identical_experts(config.model.upcycle):
+        return not config.seed_phase.tokens or config.seed_phase.model != "full"
     return config.model.source is None and config.seed_phase.tokens > 0 and config.seed_phase.model != "full"
-
-
-def described_model(config: Experiment) -> PretrainedConfig:
-    """The Hugging Face config that section `model` describes."""
-    if config.model.source is None:
-        return model_config({"vocab_size": config.corpus.tokenizer.vocab_size} | config.model.config)
-    return load_config(locate(config.model.source, config.model.revision))
 
 
 def clusters(config: Experiment) -> int:

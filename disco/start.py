@@ -21,8 +21,9 @@ from disco.checkpoint import (
     write_model,
 )
 from disco.config import ConfigError, Experiment
-from disco.family import FAMILIES, family_of, num_experts, routed_like, top_k, with_experts
+from disco.family import DENSE, FAMILIES, layout_of, num_experts, routed_like, top_k, with_experts
 from disco.split import NOTE, split
+from disco.upcycle import upcycle, upcycled_config
 
 if TYPE_CHECKING:
     from disco.corpus import Corpus
@@ -32,18 +33,19 @@ MORE_KEYS = ("rope_theta", "rope_scaling", "torch_dtype", "head_dim")
 HUB_FILES = ["*.json", "model*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 
 
-def model_config(raw: dict, tokenizer=None) -> PretrainedConfig:
+def model_config(raw: dict, tokenizer=None, dense: bool = False) -> PretrainedConfig:
     """The Hugging Face config of `model.config`; vocabulary size and token ids come from the tokenizer.
+    `dense`: it describes a dense model that is to be upcycled.
 
     Raises ConfigError for a model_type that is no known family, a key that its config class does not have, a
     value of the wrong type, and sizes that do not fit each other.
     """
     raw = _numbers(raw)
     model_type = raw.pop("model_type", None)
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(
-            f"model.config.model_type is '{model_type}': known families are {', '.join(sorted(FAMILIES))}"
-        )
+    families = DENSE if dense else FAMILIES
+    if not isinstance(model_type, str) or model_type not in families:
+        kind = "dense families that can be upcycled" if dense else "known families"
+        raise ConfigError(f"model.config.model_type is '{model_type}': {kind} are {', '.join(sorted(families))}")
     config_class = CONFIG_MAPPING[model_type]
     known = {*config_class.__dataclass_fields__, *config_class.attribute_map, *config_class().to_dict(), *MORE_KEYS}
     for key in raw:
@@ -61,7 +63,7 @@ def model_config(raw: dict, tokenizer=None) -> PretrainedConfig:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ConfigError(f"model.config: {' '.join(lines)}") from None
     _check_sizes(config)
-    return with_experts(config, num_experts(config), top_k(config))
+    return config if dense else with_experts(config, num_experts(config), top_k(config))
 
 
 def _numbers(value):
@@ -78,7 +80,7 @@ def _check_sizes(config: PretrainedConfig) -> None:
         counts = key.endswith(("_size", "_heads", "_layers")) or key.startswith("num_")
         if counts and isinstance(value, int) and value < 1:
             raise ConfigError(f"model.config.{key} is {value}: it has to be at least 1")
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    heads, groups = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
     if heads % groups:
         raise ConfigError(
             f"model.config.num_attention_heads is {heads}, no multiple of num_key_value_heads {groups}"
@@ -104,6 +106,9 @@ def initial_model(config: Experiment, corpus: "Corpus | None", out: Path, single
     """
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
+    if config.model.upcycle is not None:
+        _upcycle(config, corpus, out, single_expert)
+        return
     if config.model.source is not None:
         _copy_source(config, corpus, out, single_expert)
         return
@@ -122,7 +127,7 @@ def initial_model(config: Experiment, corpus: "Corpus | None", out: Path, single
 
 def _draw(config: PretrainedConfig, tokenizer, seed: int, dtype: torch.dtype, out: Path) -> None:
     """Draw weights in float32, so that every dtype starts from the same numbers, and save them in `dtype`."""
-    family = family_of(config)
+    family = layout_of(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -163,6 +168,23 @@ def _copy_source(config: Experiment, corpus: "Corpus | None", out: Path, single_
         tokenizer.save_pretrained(out)
 
 
+def _upcycle(config: Experiment, corpus: "Corpus | None", out: Path, single_expert: bool) -> None:
+    tokenizer = None if corpus is None else corpus.tokenizer()
+    dtype = getattr(torch, config.model.dtype)
+    with tempfile.TemporaryDirectory(dir=out, prefix="dense.") as temporary:
+        if config.model.source is not None:
+            folder = locate(config.model.source, config.model.revision)
+            _check_vocabulary(load_config(folder), tokenizer, f"{folder}: vocab_size")
+        else:
+            folder = Path(temporary)
+            dense = model_config(config.model.config, tokenizer, dense=True)
+            _check_vocabulary(dense, tokenizer, "model.config.vocab_size")
+            _draw(dense, tokenizer, config.seed, torch.float32, folder)
+        upcycle(folder, out, config.model.upcycle, seed=config.seed, dtype=dtype, single_expert=single_expert)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(out)
+
+
 def _check_vocabulary(config: PretrainedConfig, tokenizer, place: str) -> None:
     if tokenizer is not None and len(tokenizer) > config.vocab_size:
         raise ConfigError(
@@ -188,10 +210,17 @@ def locate(source: str, revision: str | None = None) -> Path:
         ) from None
 
 
+def described_model(config: Experiment) -> PretrainedConfig:
+    """The Hugging Face config of the full MoE that section `model` describes."""
+    dense = config.model.upcycle is not None
+    if config.model.source is not None:
+        found = load_config(locate(config.model.source, config.model.revision))
+    else:
+        raw = {"vocab_size": config.corpus.tokenizer.vocab_size} | config.model.config
+        found = model_config(raw, dense=dense)
+    return upcycled_config(found, config.model.upcycle) if dense else found
+
+
 def full_config(config: Experiment, start: Path) -> PretrainedConfig:
     """Config of the merged model for a start folder that may have a single expert (`merge(full_config=...)`)."""
-    if config.model.source is not None:
-        wanted = load_config(locate(config.model.source, config.model.revision))
-    else:
-        wanted = model_config(config.model.config)
-    return routed_like(load_config(Path(start)), wanted)
+    return routed_like(load_config(Path(start)), described_model(config))
