@@ -8,8 +8,8 @@ the difference is left to the driver and to fragmentation.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from bcd.blocks import Piece, decoder_layers, partition
 from bcd.config import Config, read
 from bcd.groups import make_groups
 from bcd.plain import UPDATE_CHUNK
-from bcd.trace import Peak, fake_model, peak
+from bcd.trace import Peak, fake_model, peak, with_layers
 
 GPU_GB = {
     "t4": 16, "v100": 32, "rtx3090": 24, "rtx4090": 24, "rtx5090": 32, "a10": 24, "l4": 24, "a6000": 48,
@@ -132,7 +132,7 @@ def memory(
     fused
         AdamW without temporaries, as on GPUs; False for torch's loop over tensors, as on CPU.
     """
-    return _Predictor(model, dtype, sequence).estimate(
+    return Predictor(model, dtype, sequence).estimate(
         method,
         read(config),
         devices=devices,
@@ -159,7 +159,7 @@ def plan(
     AdamW plain and under ZeRO 1 to 3 with and without offload; BCD plain and under ZeRO-3 by layer, by
     module, and by layer with blocks cut to a third of the card.
     """
-    predictor, base = _Predictor(model, dtype, sequence), read(config)
+    predictor, base = Predictor(model, dtype, sequence), read(config)
     bcd = [base.model_copy(update={"granularity": granularity}) for granularity in ("layer", "module")]
     bcd.append(base.model_copy(update={"granularity": "layer", "max_block_gb": gb / 12}))
     ways: list[tuple[str, Config, int | None, bool]] = [("adamw", base, None, False)]
@@ -217,10 +217,22 @@ def state_bytes(
     return item * (sum(flat) if zero_stage == 1 else own), 12 * own + STEP_BYTES * len(groups)
 
 
-class _Predictor:
-    """Estimates for one model, dtype and sequence length; traces are shared among them."""
+class Predictor:
+    """Estimates for one model, dtype and sequence length; traces are shared among them.
 
-    def __init__(self, model: nn.Module | PretrainedConfig, dtype: str, sequence: int):
+    `loss(model, tokens)` stands for what the training script computes its loss by, Hugging Face's own if None.
+    With `depths` a deeper model's activations are not traced: those of models of that many layers are, and go on
+    growing evenly; much faster, and a percent off.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | PretrainedConfig,
+        dtype: str,
+        sequence: int,
+        loss: Callable | None = None,
+        depths: tuple[int, int] | None = None,
+    ):
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}: use one of {', '.join(DTYPES)}")
         if sequence < 2:
@@ -231,8 +243,39 @@ class _Predictor:
             for name, parameter in model.named_parameters():
                 self.model.get_parameter(name).requires_grad_(parameter.requires_grad)
         self.frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}
-        self.dtype, self.sequence = dtype, sequence
+        self.dtype, self.sequence, self.loss = dtype, sequence, loss
         self.peak = cache(self._peak)
+        self.shallow: list[Predictor] = []
+        if depths and hf_config.num_hidden_layers > max(depths):
+            self.peak = cache(self._extrapolated)
+            self.shallow = [self._with_layers(depth) for depth in depths]
+
+    def _with_layers(self, depth: int) -> Predictor:
+        found = Predictor(with_layers(self.model.config, depth), self.dtype, self.sequence, self.loss)
+        for name, parameter in found.model.named_parameters():
+            parameter.requires_grad_(name not in self.frozen)
+        found.frozen = {name for name, p in found.model.named_parameters() if not p.requires_grad}
+        return found
+
+    def _extrapolated(
+        self, pieces: tuple[Piece, ...], micro_batch: int, checkpointing: bool, accumulation: int
+    ) -> Peak:
+        """The peak where every layer more adds what it adds between the shallow models."""
+        found = []
+        for predictor in self.shallow:
+            there = dict(predictor.model.named_parameters())
+            kept = tuple(piece for piece in pieces if piece.name in there)
+            if not kept:  # all of them lie deeper
+                return self._peak(pieces, micro_batch, checkpointing, accumulation)
+            found.append(predictor.peak(kept, micro_batch, checkpointing, 1))
+        low, high = (predictor.model.config.num_hidden_layers for predictor in self.shallow)
+        beyond = (self.model.config.num_hidden_layers - low) / (high - low)
+        total, without, saved, logits = (
+            round(a + beyond * (b - a)) for a, b in zip(*map(astuple, found), strict=True)
+        )
+        if accumulation > 1:  # the gradients of the micro-batches before are there all along
+            total = max(total, without + DTYPES[self.dtype].itemsize * sum(piece.numel for piece in pieces))
+        return Peak(max(total, without), without, saved, logits)
 
     def _peak(self, pieces: tuple[Piece, ...], micro_batch: int, checkpointing: bool, accumulation: int) -> Peak:
         if checkpointing:
@@ -246,6 +289,7 @@ class _Predictor:
                 micro_batch=micro_batch,
                 sequence=self.sequence,
                 accumulation=accumulation,
+                loss=self.loss,
             )
         finally:
             if checkpointing:

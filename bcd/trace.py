@@ -6,8 +6,9 @@ step takes a second and no memory, and what autograd saves is exactly what a rea
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,6 +93,21 @@ def fake_model(config: PretrainedConfig, dtype: torch.dtype) -> tuple[nn.Module,
         ).train(), fake
 
 
+def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """A copy of `config` with only the first `layers` decoder layers."""
+    changed = copy.deepcopy(config)
+    for key, value in vars(config).items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:  # layer_types and the like
+            setattr(changed, key, value[:layers])
+    changed.num_hidden_layers = layers
+    return changed
+
+
+def own_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Hugging Face's cross-entropy, all logits at once."""
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
 def _counted(leaf) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
 
@@ -104,8 +120,14 @@ def peak(
     micro_batch: int,
     sequence: int,
     accumulation: int = 1,
+    loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None,
 ) -> Peak:
-    """Peak of a training step of `model` (built under `fake`) in which `pieces` are trainable."""
+    """Peak of a training step of `model` (built under `fake`) in which `pieces` are trainable.
+
+    `loss(model, tokens)`, tokens [micro_batch, sequence], is the loss that is differentiated; None for the
+    model's own.
+    """
+    loss = loss or own_loss
     config = model.config.get_text_config()
     parameters, rows = select(model, pieces)
     for item in rows:
@@ -124,10 +146,10 @@ def peak(
             saved = 0
             for _ in range(min(accumulation, 2)):  # later micro-batches are like the second
                 tokens = torch.zeros(micro_batch, sequence, dtype=torch.long)
-                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+                value = loss(model, tokens)
                 saved = max(saved, tracker.total - tracker.gradients - tracker.logits)
-                loss.backward()
-                del loss, tokens
+                value.backward()
+                del value, tokens
         return Peak(tracker.peak, tracker.peak_without_gradients, saved, tracker.most_logits)
     finally:
         for handle in handles:

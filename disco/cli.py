@@ -19,6 +19,8 @@ app = typer.Typer(
 )
 console = Console(soft_wrap=True, highlight=False)
 
+# wandb agent and others write overrides as --train.tokens=200000.
+DASHED = {"ignore_unknown_options": True}
 ConfigPath = Annotated[Path, typer.Argument(help="experiment file (YAML), or a run folder")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="overrides such as train.tokens=200000")]
 Submodel = Annotated[int, typer.Option(min=0, help="which submodel")]
@@ -151,6 +153,7 @@ def collect(
         _say(pack.collect(experiment, result))
 
 
+
 @app.command()
 def launch(
     config: ConfigPath,
@@ -162,6 +165,44 @@ def launch(
     from disco.backends.start import launch
 
     launch(_load(config, overrides), on, dry_run=dry_run, console=console)
+
+
+@app.command(context_settings=DASHED)
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    hours: Annotated[
+        list[str] | None,
+        typer.Option(help="measured hours: name=hours (joint, train, finetune, ...) or a YAML file"),
+    ] = None,
+    cards: Annotated[int | None, typer.Option(min=1, help="cards for submodels; launch.parallel if absent")] = None,
+    bandwidth: Annotated[float, typer.Option(help="Gb/s at which packs and checkpoints are carried")] = 1.0,
+    spot: Annotated[float | None, typer.Option(help="plan on spot devices, interrupted so often an hour")] = None,
+    against: Annotated[Path | None, typer.Option(help="a run: show predicted beside measured")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="write everything to this file")] = None,
+) -> None:
+    """Say before a run what fits, how long it takes and what it costs, against the other ways. Runs nothing."""
+    from disco import compare, hindsight, plan_page
+    from disco.artifacts import write_json
+    from disco.plan import trainings
+
+    experiment = _load(config, overrides)
+    wide = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 170)
+    if against is not None:
+        found = hindsight.compare(_load(against, overrides), against)
+        hindsight.show(found, wide)
+        shown = [row.as_json() for row in found]
+    else:
+        stages = trainings(experiment)
+        measured = compare.read_hours(hours or [], stages)
+        found = plan_page.plan(
+            experiment, cards=cards, hours=measured, gbit_s=bandwidth, interruptions=spot, stages=stages
+        )
+        plan_page.show(found, wide)
+        shown = found.as_json()
+    if as_json is not None:
+        write_json(as_json, shown)
+        _say(f"written: {as_json}")
 
 
 @app.command("fetch-corpus")

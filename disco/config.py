@@ -347,9 +347,9 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 
 def _override(raw: dict, text: str) -> None:
-    key, equals, value = text.partition("=")
+    key, equals, value = text.removeprefix("--").partition("=")
     if not equals or not key:
-        raise ConfigError(f"override '{text}' is not of the form section.key=value")
+        raise ConfigError(f"override '{text}' is not of the form section.key=value, and no option either")
     *parents, last = key.split(".")
     here: Any = raw
     for step, parent in enumerate(parents):
