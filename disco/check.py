@@ -40,7 +40,7 @@ def check(config: Experiment, trained_here: Collection[str] = ("seed_phase", "tr
                     f"launch.nodes is {nodes} but nothing starts processes on them: disco launch --on slurm does, "
                     "or set launch.node_command to what runs a command on each"
                 )
-    for stage in ("train", "finetune"):
+    for stage in ("train", "finetune", "other"):
         try:
             price_of(config, getattr(config.hardware, stage))
         except ValueError as error:

@@ -153,7 +153,6 @@ def collect(
         _say(pack.collect(experiment, result))
 
 
-
 @app.command()
 def launch(
     config: ConfigPath,
@@ -165,6 +164,14 @@ def launch(
     from disco.backends.start import launch
 
     launch(_load(config, overrides), on, dry_run=dry_run, console=console)
+
+
+@app.command()
+def cost(run: Annotated[Path, typer.Argument(help="run folder, or the experiment file")]) -> None:
+    """Show what a run has cost so far, by stage, device and submodel; what was killed or repeated apart."""
+    from disco import costs
+
+    costs.show(_load(run, None).folder, console)
 
 
 @app.command(context_settings=DASHED)
@@ -189,7 +196,7 @@ def plan(
     experiment = _load(config, overrides)
     wide = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 170)
     if against is not None:
-        found = hindsight.compare(_load(against, overrides), against)
+        found = hindsight.compare(_load(against, None), against)
         hindsight.show(found, wide)
         shown = [row.as_json() for row in found]
     else:

@@ -260,6 +260,7 @@ class Evaluate(Section):
 class Tracking(Section):
     wandb: Literal["offline", "online", "disabled"] = "offline"
     project: str = "moe-disco"
+    tensorboard: bool = Field(False, description="event files in the run folder too")
 
 
 class Hardware(Section):
@@ -267,6 +268,7 @@ class Hardware(Section):
 
     train: str = "rtx4090"
     finetune: str = "a100"
+    other: str = Field("cpu", description="stages that train nothing: prepare, cluster, merge, evaluate, report")
     table: str | None = Field(None, description="a YAML file whose entries override the built-in table")
 
 

@@ -70,7 +70,11 @@ def gather(config: Experiment, folder: Path) -> Run:
     devices = hardware.load(config.hardware.table)
     price = hardware.lookup(config.hardware.finetune, devices, "hardware.finetune").rate()
     stages = results.get("stages")  # rows of an earlier form of the experiment are no part of this bill
-    rows = [row for row in read(folder / "ledger.jsonl") if stages is None or phase_of(row) in stages]
+    rows = [
+        row
+        for row in read(folder / "ledger.jsonl")
+        if stages is None or phase_of(row) in stages or row.get("trains") is False
+    ]
     curves = {phase: curve for phase, curve in read_curves(folder).items() if stages is None or phase in stages}
     return Run(config, folder, results, Bill(rows), curves, price)
 

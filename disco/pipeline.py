@@ -1,5 +1,6 @@
 """Run a graph of stages: what is fresh stays, what is stale or missing is made, nothing else."""
 
+import contextlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
@@ -7,11 +8,13 @@ import transformers
 
 from disco import artifacts
 from disco.artifacts import ArtifactError
+from disco.billing import billed
 from disco.check import check
 from disco.config import ConfigError, Experiment, closest
 from disco.job import stop_jobs
 from disco.running import making, running
 from disco.stages import Stage, stages
+from disco.train import price_of
 
 FRESH, STALE, MISSING, STARTED, WAITING, DAMAGED = "fresh", "stale", "missing", "started", "waiting", "damaged"
 RUNNING = "running"
@@ -141,7 +144,9 @@ def _make(config: Experiment, stage: Stage, say: Callable[[str], None]) -> None:
             keep_partial=stage.trains,
         ) as out,
     ):
-        stage.make(out)
+        price = price_of(config, config.hardware.other)
+        with contextlib.nullcontext() if stage.trains else billed(config.folder, stage.name, price):
+            stage.make(out)
 
 
 def _fresh(config: Experiment, stage: Stage, again: bool, say: Callable[[str], None]) -> bool:

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 
 from disco.job import Job
+from launch.energy import meter
+from launch.hardware import identify
 from launch.ledger import Ledger, append, phase_of, read
 from launch.tracking import tracker
 
@@ -26,6 +28,7 @@ class Recorder:
         self._last = {"tokens": 0, "flops": 0}
         if self.silent:
             return
+        self._energy = meter(world) if device.type == "cuda" else None
         run = Path(job.run)
         self._ledger = Ledger(run / "ledger.jsonl")
         earlier = [row["attempt"] for row in read(run / "ledger.jsonl") if phase_of(row) == job.phase]
@@ -45,9 +48,10 @@ class Recorder:
         if self.silent or now - self._since < at_least:
             return
         price, seconds = self.job.price, now - self._since
-        on_cpu = self.device.type == "cpu"
+        card, known = card_of(self.device)
         self._ledger.append(
-            {
+            ({} if self._energy is None else {"energy_kwh": self._energy()})
+            | {
                 "time": now,
                 "phase": self.job.phase,
                 "stage": self.job.stage,
@@ -55,7 +59,9 @@ class Recorder:
                 "attempt": self.attempt,
                 "status": status,
                 "step": state["step"],
-                "device": "cpu" if on_cpu else torch.cuda.get_device_name(self.device),
+                "device": card,
+                "ran_on": known,
+                "precision": self.job.section.precision,
                 "devices": self.world,
                 "seconds": seconds,
                 "tokens": state["tokens"] - self._last["tokens"],
@@ -66,7 +72,7 @@ class Recorder:
                 "price_source": price.source,
                 "price_as_of": price.as_of,
                 "dollars": seconds * self.world * price.dollars_per_hour / 3600,
-                "kind": "simulated" if on_cpu and price.priced_as != "cpu" else "measured",
+                "kind": "measured" if known == price.priced_as else "simulated",
             }
         )
         self._since, self._last = now, {"tokens": state["tokens"], "flops": state["flops"]}
@@ -96,6 +102,14 @@ class Recorder:
         if not self.silent:
             self.held(state, "done")
             self._track.finish()
+
+
+def card_of(device: torch.device) -> tuple[str, str | None]:
+    """What the driver calls the device, and its name in the hardware table."""
+    if device.type == "cpu":
+        return "cpu", "cpu"
+    found = torch.cuda.get_device_properties(device)
+    return found.name, identify(found.name, found.total_memory / 1e9)
 
 
 def _clock(seconds: float) -> str:

@@ -10,7 +10,7 @@ from disco import artifacts, pictures
 from disco.artifacts import ArtifactError
 from disco.cluster import assignments
 from disco.corpus import Corpus
-from disco.costs import PIPELINES, Cost
+from disco.costs import PIPELINES, UNTRAINED, Cost
 from disco.curves import FINETUNE, ROUTER
 from disco.evaluate import loss_of
 from disco.findings import Run, count, duration, loss, money, number
@@ -213,7 +213,7 @@ def cost(run: Run) -> list[Block]:
             f"Prices: {'; '.join(f'{name} {price}' for name, price in bill.prices().items())}."
         ),
         *_waste(run),
-        *_unpriced(run),
+        *_untrained(run),
     ]
 
 
@@ -239,8 +239,14 @@ def _waste(run: Run) -> list[Block]:
     ]
 
 
-def _unpriced(run: Run) -> list[Block]:
-    """Wall time of the stages that hold no training device."""
+def _untrained(run: Run) -> list[Block]:
+    """What the stages cost that train nothing; of a run without such rows their wall time."""
+    if spent := run.bill.parts(UNTRAINED):
+        whole = Cost()
+        for cost in spent.values():
+            whole = whole.plus(cost)
+        parts = ", ".join(f"{stage} {duration(cost.seconds)}" for stage, cost in spent.items())
+        return [Text(f"Beside training, in no sum above: {money(whole.dollars)} for {parts}.")]
     took = []
     for stage in ("prepare", "cluster", "merge", "evaluate"):
         try:

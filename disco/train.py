@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from disco import billing
 from disco.artifacts import SCRATCH
 from disco.checkpoint import copy_side_files
 from disco.config import ConfigError, Experiment, Finetune, Optimizer
@@ -150,8 +151,8 @@ def run_training(
         **routed,
     )
     if not (work / "trained").exists():  # else a killed run was about to seal the folder
-        run_job(
-            job, threads_of(config, section, side_by_side=config.launch.parallel if submodel is not None else 1)
-        )
+        threads = threads_of(config, section, side_by_side=config.launch.parallel if submodel is not None else 1)
+        with billing.what_was_lost(job, section.processes):
+            run_job(job, threads)
         (work / "trained").touch()
     copy_side_files(model, out)

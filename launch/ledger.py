@@ -104,6 +104,7 @@ class Totals:
     peak_memory_bytes: int = 0
     makespan_seconds: float = 0.0  # the longest of the phases that can run side by side, waste left out
     kinds: set[str] = field(default_factory=set)  # measured, simulated
+    energy_kwh: float | None = None  # of the rows that know it
 
     @property
     def device_hours(self) -> float:
@@ -143,6 +144,8 @@ def totals(
         into.flops += row.get("flops") or 0
         into.peak_memory_bytes = max(into.peak_memory_bytes, row.get("peak_memory_bytes") or 0)
         into.kinds.add(row["kind"])
+        if "energy_kwh" in row:
+            into.energy_kwh = (into.energy_kwh or 0.0) + row["energy_kwh"]
         wall[key_of(row)][phase_of(row)] += (1 - share) * row["seconds"]
         into.makespan_seconds = max(wall[key_of(row)].values())
     return dict(result)

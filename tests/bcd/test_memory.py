@@ -11,7 +11,8 @@ from transformers import AutoConfig
 import bcd
 from bcd.blocks import partition
 from bcd.cli import main
-from bcd.memory import gpu_gb, memory, plan, shape, state_bytes
+from bcd.config import read
+from bcd.memory import Predictor, gpu_gb, memory, plan, shape, state_bytes
 from bcd.rows import select
 from bcd.trace import AllocationTracker, fake_model, peak
 from tests.bcd.models import VOCABULARY, build, llama_config, moe_config
@@ -227,3 +228,28 @@ def test_math_of_tracker_on_plain_tensors():
         del b
         c = a.view(2, 4)
     assert tracker.total == 32 and tracker.peak == 64 and math.prod(c.shape) == 8
+
+
+@pytest.mark.parametrize("method, stage", [("adamw", 0), ("adamw", 3), ("bcd", None)])
+def test_shallow_models_stand_for_deep_ones(method, stage):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 128}
+    deep = AutoConfig.for_model("llama", num_hidden_layers=9, **sizes)
+    whole, quick = (Predictor(deep, "bf16", 32, depths=depths) for depths in (None, (2, 4)))
+    for micro_batch in (1, 3):
+        settings = {"zero_stage": stage, "micro_batch": micro_batch}
+        exact, found = (each.estimate(method, read({}), **settings) for each in (whole, quick))
+        assert found.total == pytest.approx(exact.total, rel=0.02)
+        assert found.activations == pytest.approx(exact.activations, rel=0.02)
+        assert (found.parameters, found.optimizer) == (exact.parameters, exact.optimizer)
+
+
+def test_a_loss_of_the_scripts_own_is_traced():
+    config = AutoConfig.for_model(
+        "llama", num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=4096
+    )
+
+    def without_head(model, tokens):
+        return model.model(input_ids=tokens, use_cache=False)[0].sum()
+
+    own, given = (Predictor(config, "fp32", 64, loss).estimate("adamw", read({})) for loss in (None, without_head))
+    assert given.logits == 0 < own.logits

@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from disco import artifacts, pack, pipeline
+from disco import artifacts, hindsight, pack, pipeline
 from disco.artifacts import ArtifactError
 from disco.cluster import assignments
 from disco.config import ConfigError, Experiment
@@ -96,7 +97,12 @@ def test_the_ledger_bills_every_training_at_its_price(finished):
     rows = read(finished.folder / "ledger.jsonl")
     phases = {row["phase"] for row in rows}
     trained = {name for name, stage in stages(finished).items() if stage.trains}
-    assert phases == trained
+    assert phases == set(stages(finished))  # those that train nothing too
+    others = [row for row in rows if row["phase"] not in trained]
+    for row in others:
+        assert row["trains"] is False and row["price_per_hour"] == 0.085 and row["kind"] == "measured"
+    rows = [row for row in rows if row["phase"] in trained]
+    phases &= trained
     for row in rows:
         expected = 2.28 if "finetune" in row["phase"] or "joint" in row["phase"] else 0.35
         assert row["price_per_hour"] == expected
@@ -105,6 +111,22 @@ def test_the_ledger_bills_every_training_at_its_price(finished):
     tokens = {phase: sum(row["tokens"] for row in rows if row["phase"] == phase) for phase in phases}
     metrics = {row["phase"]: row["tokens"] for row in read(finished.folder / "metrics.jsonl")}
     assert tokens == metrics
+
+
+def test_a_plan_beside_the_run_agrees_to_the_last_operation(finished):
+    found = {row.name: row for row in hindsight.compare(finished, finished.folder)}
+    assert set(found) == {name for name, stage in stages(finished).items() if stage.trains}
+    for row in found.values():
+        assert (row.predicted.tokens, row.predicted.flops) == (row.measured.tokens, row.measured.flops)
+        assert row.device == "cpu" and row.predicted.seconds > 0 and row.measured.seconds > 0
+        assert (
+            0 < row.predicted.peak_memory_bytes < row.measured.peak_memory_bytes
+        )  # a process is more than tensors
+    console = Console(width=200, record=True, file=io.StringIO())
+    hindsight.show([*found.values()], console)
+    assert "baselines/random_split/train/1" in console.export_text()
+    with pytest.raises(ArtifactError, match="its ledger is empty or missing"):
+        hindsight.compare(finished, finished.folder / "prepare")
 
 
 def test_clusters_partition_the_corpus_and_find_the_domains(finished):
