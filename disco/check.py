@@ -11,9 +11,10 @@ from transformers import PretrainedConfig
 from disco import artifacts
 from disco.checkpoint import expected
 from disco.config import ConfigError, Experiment, Optimizer
-from disco.family import num_experts, top_k, with_experts
+from disco.family import as_submodel, num_experts, top_k, with_experts
 from disco.sources import check_sources
-from disco.stages import clusters, starts_single
+from disco.split import groups_of
+from disco.stages import clusters, starts_single, submodel_renormalize
 from disco.start import described_model
 from disco.tokenizer import check_tokenizer
 from disco.train import price_of
@@ -51,11 +52,11 @@ def check(config: Experiment, trained_here: Collection[str] = ("seed_phase", "tr
 
 
 def _check_model(config: Experiment, full, experts: int) -> None:
-    if config.cluster.k not in (None, experts):
-        raise ConfigError(
-            f"cluster.k is {config.cluster.k} but the model has {experts} experts: leave cluster.k out, "
-            f"set cluster.k={experts}, or change the number of experts in model.config"
-        )
+    groups = groups_of(experts, clusters(config))
+    if not starts_single(config):
+        as_submodel(full, len(groups[0]), submodel_renormalize(config))
+    if len(groups) < 2:
+        raise ConfigError("cluster.k is 1: there is nothing to merge with fewer than 2 clusters")
     if experts < 2:
         raise ConfigError(f"the model has {experts} routed expert: there is nothing to merge with fewer than 2")
     if top_k(full) > experts:

@@ -90,6 +90,16 @@ class Stored:
             count = min(CHUNK_BYTES, self.bytes - done) // BYTES_OF[self.dtype]
             yield as_bytes(torch.full((count,), value, dtype=FLOATS[self.dtype]))
 
+    def moments(self) -> tuple[float, float]:
+        """Mean and standard deviation of all elements (floating-point dtypes)."""
+        total = squares = 0.0
+        for chunk in self.chunks():
+            values = as_tensor(chunk, self.dtype).double()
+            total += values.sum().item()
+            squares += values.square().sum().item()
+        mean = total / math.prod(self.shape)
+        return mean, math.sqrt(max(0.0, squares / math.prod(self.shape) - mean**2))
+
     def read(self) -> torch.Tensor:
         """The tensor itself (floating-point dtypes)."""
         flat = [as_tensor(chunk, self.dtype) for chunk in self.chunks()]

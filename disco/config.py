@@ -135,7 +135,11 @@ class Model(Section):
 
 
 class Cluster(Section):
-    k: Positive | None = Field(None, description="clusters; the model's experts if absent")
+    k: Positive | None = Field(
+        None,
+        description="clusters, and submodels; the model's experts if absent. With fewer, each submodel has a group "
+        "of experts, or one that is cloned into its group where all start from one",
+    )
     method: Literal["kmeans", "random"] = "kmeans"
     features: Literal["tfidf", "embedding", "hidden"] = "tfidf"
     dimensions: Positive | None = Field(
@@ -216,6 +220,9 @@ class Merge(Section):
         None,
         description="norm_topk_prob of the merged model: experts trained at weight 1 need it; absent = true, "
         "but with router: original the source's own setting",
+    )
+    clone_noise: Annotated[float, Field(ge=0)] = Field(
+        0.05, description="noise on clones where cluster.k < experts, as a share of each tensor's spread"
     )
     probe_tokens: Positive = Field(20_000, description="router inputs captured a layer")
     probe_l2: Annotated[float, Field(gt=0)] = Field(1.0, description="scikit-learn's C of the probe")

@@ -239,6 +239,17 @@ def _check_groups(config: PretrainedConfig, family: Family, experts: int, top_k:
         )
 
 
+def as_submodel(config: PretrainedConfig, experts: int, renormalize: bool | None = None) -> PretrainedConfig:
+    """The config of a submodel with some of the model's experts: top-k in proportion, at least 1, no groups."""
+    family = family_of(config)
+    chosen = max(1, round(top_k(config) * experts / num_experts(config)))
+    config = copy.deepcopy(config)
+    for key, value in family.submodel:
+        setattr(config, key, value)
+    fixed = experts == 1 or isinstance(family.renormalize, bool)
+    return with_experts(config, experts, chosen, None if fixed else renormalize)
+
+
 def routed_like(config: PretrainedConfig, full: PretrainedConfig) -> PretrainedConfig:
     """`config` (of a model with fewer experts, perhaps) with the routing of `full`: experts, top-k, groups."""
     family = family_of(full)

@@ -5,7 +5,7 @@ tensor is in memory at a time, whatever the number of experts and layers.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -59,10 +59,14 @@ def merge(
     weights: list[float] | None = None,
     original: Path | None = None,
     renormalize: bool | None = None,
+    own_rows: bool = False,
+    clone_noise: float = 0.0,
     seed: int = 0,
     max_shard_bytes: int = 2_000_000_000,
 ) -> None:
-    """Write the MoE whose expert j is that of `submodels[j]` to the folder `out`.
+    """Write the MoE whose experts are those of `submodels`, in their order, to the folder `out`.
+
+    A submodel that stands for a group of experts has them all, or one, which is then cloned.
 
     start: what the submodels were trained from, the full model or one with a single expert.
     full_config: config of the merged model; the start's own where that is the full model.
@@ -71,6 +75,8 @@ def merge(
         without it rows are drawn from N(0, initializer_range) by seed, layer and expert.
     renormalize: norm_topk_prob of the result. Experts are trained at weight 1, so that top-k weights have to sum
         to 1: absent means true where the family can, but with `original` the config's own setting.
+    own_rows: without `original`, submodels with several experts keep their own router rows.
+    clone_noise: standard deviation of the noise on each clone but the first, as a share of the tensor's own.
 
     Permuting `submodels` permutes experts and router rows and changes nothing else. Raises ConfigError or
     ArtifactError, before anything is written, where submodels do not belong together; ArtifactError naming
@@ -81,14 +87,16 @@ def merge(
     submodels = [Path(folder) for folder in submodels]
     base = Checkpoint.open(start)
     config = base.config if full_config is None else full_config
-    if num_experts(config) != len(submodels):
+    total = sum(len(read_submodel_note(folder).group) for folder in submodels)
+    if num_experts(config) != total:
+        of = "" if total == len(submodels) else f" of {total} experts"
         raise ConfigError(
-            f"{len(submodels)} submodels but the merged model has {num_experts(config)} experts: "
-            "give one submodel an expert"
+            f"{len(submodels)} submodels{of} but the merged model has {num_experts(config)} experts: "
+            "give one submodel an expert, or a group of them"
         )
     if renormalize is None and original is None and family_of(config).renormalize is not False:
         renormalize = True
-    config = with_experts(config, len(submodels), top_k(config), renormalize)
+    config = with_experts(config, total, top_k(config), renormalize)
     parts = _open_submodels(base, submodels, config, _shares(weights, len(submodels)))
     router = None if original is None else _open_original(Path(original), config, parts[0].checkpoint)
 
@@ -98,23 +106,17 @@ def merge(
         if role.kind == "shared":
             outputs.append(_averaged(key, base, parts))
         elif role.kind == "router":
-            rows = [part.note.expert for part in parts]
-            chunks = (
-                _random_rows(key, stored, rows, config.initializer_range, seed)
-                if router is None
-                else _kept_rows(router.tensors[key], rows)
-            )
-            outputs.append(Output(key, stored.dtype, (len(parts), *stored.shape[1:]), chunks))
-        elif role.expert == 0:  # others are stand-ins
-            for e, part in enumerate(parts):
-                chunks = partial(_finite, key, part.checkpoint)
-                outputs.append(Output(role.template.format(e=e), stored.dtype, stored.shape, chunks))
+            chunks = partial(_router_rows, key, parts, router, own_rows, config.initializer_range, seed)
+            outputs.append(Output(key, stored.dtype, (total, *stored.shape[1:]), chunks))
+        elif role.expert == 0:
+            outputs += _experts(role.template, stored, parts, clone_noise, seed)
     write_model(out, config, outputs, "the merged model", max_shard_bytes)
     copy_side_files(start, out)
     note = {
         "base": parts[0].note.base,
         "clustering": parts[0].note.clustering,
-        "experts": [part.note.expert for part in parts],
+        "experts": [expert for part in parts for expert in part.note.group],
+        "groups": [len(part.note.group) for part in parts],
         "weights": [part.weight for part in parts],
         "router": "random" if original is None else "original",
         "renormalize": renormalizes(config),
@@ -151,7 +153,11 @@ def _open_submodels(
                 f"{folder}: was trained from another base ({note.base[:12]}) than {base.folder} ({start[:12]}): "
                 "split and train it again from this one"
             )
-        found = _architecture(checkpoint.config)
+        if num_experts(checkpoint.config) not in (1, len(note.group)):
+            raise ArtifactError(
+                f"{folder}: has {num_experts(checkpoint.config)} experts, its note says {len(note.group)}"
+            )
+        found = _architecture(with_experts(checkpoint.config, 1, 1))
         other = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
         if other:
             key = other[0]
@@ -172,7 +178,8 @@ def _open_submodels(
                 raise ArtifactError(f"{folder}: is submodel {note.expert}, as is {earlier.checkpoint.folder}")
         reference = first.checkpoint.tensors if first else checkpoint.tensors
         for key, stored in checkpoint.tensors.items():
-            same = base.tensors[key] if base.family.role(key).kind == "shared" else reference[key]
+            role = base.family.role(key)
+            same = base.tensors[key] if role.kind == "shared" else reference[role.template.format(e=0)]
             if stored.dtype != same.dtype:
                 raise ArtifactError(f"{folder}: {key} is {stored.dtype}, {same.dtype} in {same.path.parent}")
         parts.append(Submodel(checkpoint, note, share))
@@ -198,26 +205,46 @@ def _open_original(folder: Path, config: PretrainedConfig, submodel: Checkpoint)
     return original
 
 
-def _kept_rows(router: Stored, rows: list[int]) -> Callable[[], Iterator]:
-    def chunks() -> Iterator:
-        for row in rows:
-            yield from router.row(row).chunks()
+def _router_rows(
+    key: str, parts: list[Submodel], original: Checkpoint | None, own_rows: bool, std: float, seed: int
+) -> Iterator:
+    """The original model's rows, the submodels' own, or rows of N(0, std), each seeded by itself, so that a row
+    follows its expert (biases are then 0)."""
+    for part in parts:
+        mine = part.checkpoint.tensors[key]
+        for index, expert in enumerate(part.note.group):
+            if original is not None:
+                yield from original.tensors[key].row(expert).chunks()
+            elif own_rows and 1 < len(part.note.group) == num_experts(part.checkpoint.config):
+                yield from mine.row(index).chunks()
+            elif len(mine.shape) == 1:
+                yield from mine.row(0).filled(0.0)
+            else:
+                values = torch.randn(mine.shape[1:], generator=seeded(seed, key, expert), dtype=torch.float64) * std
+                yield as_bytes(values.to(FLOATS[mine.dtype]))
 
-    return chunks
+
+def _experts(template: str, like: Stored, parts: list[Submodel], noise: float, seed: int) -> list[Output]:
+    """One tensor of every expert, in the order of the submodels."""
+    outputs = []
+    for part in parts:
+        several = num_experts(part.checkpoint.config) > 1
+        for index, expert in enumerate(part.note.group):
+            key = template.format(e=index if several else 0)
+            chunks = partial(_finite, key, part.checkpoint)
+            if noise and index and not several:
+                chunks = partial(_noisy, key, part.checkpoint, noise, (seed, template, expert))
+            outputs.append(Output(template.format(e=len(outputs)), like.dtype, like.shape, chunks))
+    return outputs
 
 
-def _random_rows(key: str, like: Stored, rows: list[int], std: float, seed: int) -> Callable[[], Iterator]:
-    """Rows of N(0, std), each seeded by itself, so that a row follows its expert; biases are 0."""
-
-    def chunks() -> Iterator:
-        for row in rows:
-            if len(like.shape) == 1:
-                yield from like.row(0).filled(0.0)
-                continue
-            values = torch.randn(like.shape[1:], generator=seeded(seed, key, row), dtype=torch.float64) * std
-            yield as_bytes(values.to(FLOATS[like.dtype]))
-
-    return chunks
+def _noisy(key: str, part: Checkpoint, noise: float, name: tuple) -> Iterator[memoryview]:
+    generator = seeded(*name)
+    _, std = part.tensors[key].moments()
+    for chunk in _finite(key, part):
+        values = as_tensor(chunk, part.tensors[key].dtype)
+        fresh = torch.randn(values.shape, generator=generator) * (noise * std)
+        yield as_bytes((values.float() + fresh).to(values.dtype))
 
 
 def _finite(key: str, part: Checkpoint) -> Iterator[bytearray]:

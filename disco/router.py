@@ -49,8 +49,20 @@ class Probe(NamedTuple):
     cluster: np.ndarray  # of every position of the batch, flattened
 
 
-def initialise_router(merged: Path, rows: list[Rows], *, method: str, tokens: int, l2: float, seed: int) -> dict:
-    """Fit the routers of the model in `merged` in place; `rows[e]` are rows of the cluster of expert e.
+def initialise_router(
+    merged: Path,
+    rows: list[Rows],
+    *,
+    method: str,
+    tokens: int,
+    l2: float,
+    seed: int,
+    groups: list[int] | None = None,
+) -> dict:
+    """Fit the routers of the model in `merged` in place; `rows[k]` are rows of the cluster of expert k.
+
+    groups: how many consecutive experts each cluster has, one if absent. All experts of a cluster get its fitted
+        row, and beside it how their own rows, as they are in `merged`, differ from the mean of the group's.
 
     method: "probe" or "centroid"; "original" and "random" leave what the merge has written.
     tokens: labelled positions to capture, in equal parts from the clusters. l2: scikit-learn's C.
@@ -67,12 +79,16 @@ def initialise_router(merged: Path, rows: list[Rows], *, method: str, tokens: in
         return report
     checkpoint = Checkpoint.open(merged)
     experts = num_experts(checkpoint.config)
-    if len(rows) != experts:
-        raise ConfigError(f"{len(rows)} clusters but the merged model has {experts} experts")
+    groups = [1] * len(rows) if groups is None else groups
+    if len(rows) != len(groups) or sum(groups) != experts:
+        raise ConfigError(
+            f"{len(rows)} clusters of {sum(groups)} experts but the merged model has {experts} experts"
+        )
+    cluster_E = np.repeat(np.arange(len(groups)), groups)
     probe = choose(rows, tokens, seed)
     model = AutoModelForCausalLM.from_pretrained(merged, dtype="auto", experts_implementation="eager")
     model.requires_grad_(False).eval().to("cuda" if torch.cuda.is_available() else "cpu")
-    layers = fit_front_to_back(model, probe, FITS[method], l2)
+    layers = fit_front_to_back(model, probe, cluster_E, FITS[method], l2)
     for key, tensor in model.state_dict().items():
         role = checkpoint.family.role(key)
         if role.kind == "router":
@@ -136,8 +152,13 @@ Fit = Callable[[np.ndarray, np.ndarray, int, float], np.ndarray]
 
 
 @torch.no_grad()
-def fit_front_to_back(model: torch.nn.Module, probe: Probe, fit: Fit, l2: float) -> list[dict]:
-    """Fit every router of `model`, each on what it sees behind the fitted ones. Returns a row a layer."""
+def fit_front_to_back(
+    model: torch.nn.Module, probe: Probe, cluster_E: np.ndarray, fit: Fit, l2: float
+) -> list[dict]:
+    """Fit every router of `model`, each on what it sees behind the fitted ones. Returns a row a layer.
+
+    cluster_E: the cluster of each expert.
+    """
     layers: list[dict] = []
 
     def hook(layer: int):
@@ -146,9 +167,11 @@ def fit_front_to_back(model: torch.nn.Module, probe: Probe, fit: Fit, l2: float)
             features_NH = captured[probe.fitted_N].double().numpy()
             if not np.isfinite(features_NH).all():
                 raise ArtifactError(f"merged model: the router input of layer {layer} is not finite")
-            experts = len(router.weight)
-            weight_EH = fit(features_NH, probe.cluster[probe.fitted_N], experts, l2)
-            router.weight.copy_(torch.from_numpy(weight_EH))
+            weight_KH = fit(features_NH, probe.cluster[probe.fitted_N], 1 + cluster_E[-1], l2)
+            own_EH = router.weight.cpu().double().numpy()
+            for cluster in range(len(weight_KH)):
+                own_EH[cluster_E == cluster] -= own_EH[cluster_E == cluster].mean(0)
+            router.weight.copy_(torch.from_numpy(weight_KH[cluster_E] + own_EH))
             for name, tensor in router.state_dict().items():
                 if name != "weight":  # biases, of logits or of the choice
                     tensor.zero_()
@@ -156,7 +179,7 @@ def fit_front_to_back(model: torch.nn.Module, probe: Probe, fit: Fit, l2: float)
             row = {"layer": layer}
             for name, chosen_N in (("accuracy", probe.fitted_N), ("held_out_accuracy", probe.held_out_N)):
                 logits_NE = captured[chosen_N].double().numpy() @ kept_EH.T
-                right = logits_NE.argmax(1) == probe.cluster[chosen_N]
+                right = cluster_E[logits_NE.argmax(1)] == probe.cluster[chosen_N]
                 row[name] = float(right.mean()) if len(right) else None
             layers.append(row)
 

@@ -310,7 +310,7 @@ def routing(run: Run) -> list[Block]:
             "routing.svg",
             pictures.routing(counts_LKE, drawn),
             f"Where the tokens of each cluster go in the model '{name}': share of a cluster's choices that each "
-            "expert gets, in per cent. Expert k was trained on cluster k.",
+            "expert gets, in per cent. The experts follow the clusters that they were trained on.",
         )
     ]
     probe = _probe_accuracy(run.folder / "merge" / "router.json")

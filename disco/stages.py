@@ -24,9 +24,9 @@ from disco.family import num_experts
 from disco.merge import merge
 from disco.packing import Rows
 from disco.report import report
-from disco.router import initialise_router
+from disco.router import FITS, initialise_router
 from disco.sources import local_files
-from disco.split import split, write_submodel_note
+from disco.split import groups_of, split, write_submodel_note
 from disco.start import described_model, full_config, initial_model, locate
 from disco.train import curve_rows, joint_rows, mixed_rows, run_training, submodel_rows
 from disco.upcycle import identical_experts
@@ -120,8 +120,9 @@ def _disco(config: Experiment, prefix: str, method: str | None) -> Iterator[Stag
     )
     if not prefix and not starts_single(config):
         for submodel in range(k):
-            make = functools.partial(split, run / "start", submodel)
-            yield Stage(begins_from(config, submodel), ("start",), {}, make)
+            keys = {"submodels": k, "renormalize": submodel_renormalize(config)}
+            make = functools.partial(split, run / "start", submodel, **keys)
+            yield Stage(begins_from(config, submodel), ("start",), keys if grouped(config) else {}, make)
     for submodel in range(k):
         yield Stage(
             f"{prefix}train/{submodel}",
@@ -228,6 +229,7 @@ def train_submodel(config: Experiment, prefix: str, submodel: int, out: Path) ->
         rows=rows,
         submodel=submodel,
         trainable="experts" if config.train.mode == "expert" else "all",
+        aux_loss=config.finetune.aux_loss if grouped(config) else 0.0,
     )
     write_submodel_note(out, **note)
 
@@ -244,6 +246,7 @@ def submodel_input(config: Experiment, prefix: str, submodel: int) -> tuple[Rows
         "expert": submodel,
         "experts": clusters(config),
         "clustering": artifacts.content(folder),
+        "group": groups_of(num_experts(described_model(config)), clusters(config))[submodel],
     }
     return submodel_rows(config, _corpus(config), assignments(folder, "train"), submodel), note
 
@@ -270,11 +273,19 @@ def merge_submodels(config: Experiment, prefix: str, out: Path) -> None:
         weights=list(weights_K),
         original=run / "start" if section.router == "original" else None,
         renormalize=section.renormalize,
+        own_rows=section.router in FITS,
+        clone_noise=section.clone_noise,
         seed=config.seed,
     )
     rows = [submodel_rows(config, _corpus(config), labels, submodel) for submodel in range(k)]
     initialise_router(
-        out, rows, method=section.router, tokens=section.probe_tokens, l2=section.probe_l2, seed=config.seed
+        out,
+        rows,
+        method=section.router,
+        tokens=section.probe_tokens,
+        l2=section.probe_l2,
+        seed=config.seed,
+        groups=[len(group) for group in groups_of(num_experts(described_model(config)), k)],
     )
 
 
@@ -286,7 +297,20 @@ def starts_single(config: Experiment) -> bool:
 
 
 def clusters(config: Experiment) -> int:
-    return num_experts(described_model(config))
+    """Clusters, and submodels: one an expert, or fewer."""
+    return config.cluster.k or num_experts(described_model(config))
+
+
+def grouped(config: Experiment) -> bool:
+    """Whether a submodel has a group of experts, with a router of its own."""
+    return not starts_single(config) and clusters(config) < num_experts(described_model(config))
+
+
+def submodel_renormalize(config: Experiment) -> bool | None:
+    """norm_topk_prob of submodels with a group of experts: that of the model that they are merged to."""
+    if config.merge.renormalize is not None or config.merge.router == "original":
+        return config.merge.renormalize
+    return True
 
 
 def _source_files(config: Experiment) -> dict[str, str]:

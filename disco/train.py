@@ -111,6 +111,7 @@ def run_training(
     validation: Rows | None = None,
     submodel: int | None = None,
     trainable: str = "all",
+    aux_loss: float = 0.0,
 ) -> None:
     """Train `model` on `rows` in processes of its own; leaves a Hugging Face checkpoint in `out`."""
     work = out / SCRATCH
@@ -118,7 +119,7 @@ def run_training(
     rows.save(work / "rows.npz")
     if validation is not None:
         validation.save(work / "validation.npz")
-    routed = {}
+    routed: dict = {"aux_loss": aux_loss}
     if isinstance(section, Finetune):
         routed = {
             "aux_loss": section.aux_loss,

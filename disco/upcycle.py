@@ -14,7 +14,6 @@ model whatever the router says, up to the rounding of the weighted sum: within 1
 within 2e-2 in bfloat16. Shapes: R rows, C columns of a chunk, E experts, H hidden, F dense width.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -147,7 +146,7 @@ def upcycle(
         config = with_experts(config, 1, 1)
     family = FAMILIES[config.model_type]
     experts = 1 if single_expert else section.experts
-    moments = cache(_moments)  # of a matrix, for all experts
+    moments = cache(Stored.moments)  # of a matrix, for all experts
     outputs = []
     for key, stored in source.tensors.items():
         if found := FEED_FORWARD.match(key):
@@ -255,14 +254,3 @@ def _rows(stored: Stored) -> Iterator[torch.Tensor]:
     width = stored.shape[1] * BYTES_OF[stored.dtype]
     for chunk in stored.chunks(max(1, CHUNK_BYTES // width) * width):
         yield as_tensor(chunk, stored.dtype).float().reshape(-1, stored.shape[1])
-
-
-def _moments(stored: Stored) -> tuple[float, float]:
-    """Mean and standard deviation of all elements."""
-    total = squares = 0.0
-    for values_RC in _rows(stored):
-        total += values_RC.double().sum().item()
-        squares += values_RC.double().square().sum().item()
-    count = math.prod(stored.shape)
-    mean = total / count
-    return mean, math.sqrt(max(0.0, squares / count - mean**2))

@@ -180,6 +180,44 @@ def test_submodels_of_a_single_expert_start(tmp_path, name):
         merged(tmp_path, start, folders, "none", full_config=config, original=start)
 
 
+@pytest.mark.parametrize("name", ["qwen2_moe", "mixtral", "gpt_oss", "deepseek_v2 grouped", "deepseek_v3"])
+def test_groups_split_then_merged_give_back_every_bit(tmp_path, name):
+    model = tiny_model(name, 7, torch.bfloat16)
+    full = save(model, tmp_path / "full")
+    folders = [tmp_path / str(index) for index in range(3)]
+    for index, folder in enumerate(folders):
+        split(full, index, folder, submodels=3)
+    out = merged(tmp_path, full, folders, original=full)
+    assert same_tensors(model.state_dict(), load(out).state_dict())
+    assert (out / "config.json").read_text() == (full / "config.json").read_text()
+    own = load(merged(tmp_path, full, folders, "own", own_rows=True))
+    for before, after in zip(moe_blocks(model), moe_blocks(own), strict=True):
+        assert same_bits(before.router.weight.detach(), after.router.weight.detach())
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["olmoe", "gpt_oss", "deepseek_v3"])
+def test_one_expert_is_cloned_into_its_group(tmp_path, name, noise):
+    start = save(tiny_single(name), tmp_path / "start")
+    folders, groups = [], [[0, 1, 2], [3, 4]]
+    for index, group in enumerate(groups):
+        folder = shutil.copytree(start, tmp_path / f"sub{index}")
+        perturb(folder, index)
+        write_submodel_note(folder, base=identity(start), expert=index, experts=2, clustering="c", group=group)
+        folders.append(folder)
+    config = routed_like(Checkpoint.open(start).config, tiny_config(name, 5))
+    model = load(merged(tmp_path, start, folders, full_config=config, clone_noise=noise, own_rows=True))
+    for layer, block in enumerate(moe_blocks(model)):
+        for folder, group in zip(folders, groups, strict=True):
+            mine = dict(moe_blocks(load(folder))[layer].experts.named_parameters())
+            for key, stacked in block.experts.named_parameters():
+                trained = mine[key][0]
+                assert same_bits(stacked[group[0]].detach(), trained.detach())
+                for clone in group[1:]:
+                    moved = (stacked[clone] - trained).std().item()
+                    assert moved == (pytest.approx(noise * trained.std().item(), rel=0.5) if noise else 0)
+
+
 @pytest.mark.parametrize(
     "router, renormalize, wanted",
     [("random", None, True), ("random", False, False), ("original", None, False), ("original", True, True)],

@@ -23,9 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from disco import artifacts, hindsight, pack, pipeline
 from disco.artifacts import ArtifactError
+from disco.checkpoint import Checkpoint
 from disco.cluster import assignments
 from disco.config import ConfigError, Experiment
 from disco.corpus import Corpus
+from disco.family import num_experts
 from disco.stages import stages
 from disco.train import curve_points, joint_rows, mixed_rows, submodel_rows
 from launch.ledger import read
@@ -378,3 +380,22 @@ def training_processes(folder: Path) -> list[str]:
             if "disco.job" in command and str(folder) in command:
                 found.append(command)
     return found
+
+
+@pytest.mark.parametrize("seeded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["groups", "clones"])
+def test_fewer_clusters_than_experts(tmp_path, seeded):
+    corpus(tmp_path / "corpus")
+    raw = tiny_experiment(tmp_path, cluster={"k": 2}, finetune={"tokens": 0, "router_tokens": 0})
+    raw["model"]["config"]["num_experts"] = 5
+    if not seeded:
+        raw["seed_phase"]["tokens"] = 0
+    experiment = Experiment.parse(raw)
+    pipeline.run(experiment, until="evaluate", say=lambda text: None)
+    run = experiment.folder
+    sizes = [num_experts(Checkpoint.open(run / "train" / str(submodel)).config) for submodel in range(2)]
+    assert sizes == ([1, 1] if seeded else [3, 2])
+    merged = Checkpoint.open(run / "merge").config
+    assert num_experts(merged) == 5 and merged.norm_topk_prob
+    assert artifacts.read_json(run / "merge" / "merge.json")["groups"] == [3, 2]
+    counts = artifacts.read_json(run / "evaluate" / "results.json")["routing"]["merged"]["counts"]
+    assert [len(counts[0]), len(counts[0][0])] == [2, 5]

@@ -131,6 +131,27 @@ def test_permuting_clusters_permutes_router_rows(tmp_path, method):
     assert difference < 1e-3
 
 
+@pytest.mark.parametrize("method", ["probe", "centroid"])
+def test_experts_of_a_group_share_their_clusters_row(tmp_path, method):
+    rows, groups = all_rows(tmp_path, 3), [2, 1, 3]
+    cluster = np.repeat([0, 1, 2], groups)
+    model = tiny_model("olmoe", 6)
+    keys = dict(method=method, tokens=300, l2=1.0, seed=0)
+    with torch.no_grad():
+        before = [block.router.weight.double().numpy().copy() for block in moe_blocks(model)]
+    folder = save(model, tmp_path / "model")
+    report = initialise_router(folder, rows, groups=groups, **keys)
+    for row, block, own in zip(report["layers"], moe_blocks(load(folder)), before, strict=True):
+        weight = block.router.weight.detach().double().numpy()
+        for index in range(3):
+            mine = cluster == index
+            centred = own[mine] - own[mine].mean(0)
+            np.testing.assert_allclose(weight[mine] - weight[mine].mean(0), centred, atol=1e-6)
+        assert 0 < row["accuracy"] <= 1
+    with pytest.raises(ConfigError, match="3 clusters of 5 experts but the merged model has 6 experts"):
+        initialise_router(folder, rows, groups=[2, 1, 2], **keys)
+
+
 @pytest.mark.parametrize("method", ["original", "random"])
 def test_methods_that_leave_the_merge_alone(tmp_path, method):
     folder = save(tiny_model("mixtral", 3), tmp_path / "model")
@@ -284,7 +305,7 @@ class TestRefused:
 
     def test_other_number_of_clusters(self, tmp_path):
         folder = save(tiny_model("mixtral", 3), tmp_path / "model")
-        self.refuse(folder, all_rows(tmp_path, 2), "2 clusters but the merged model has 3 experts")
+        self.refuse(folder, all_rows(tmp_path, 2), "2 clusters of 2 experts but the merged model has 3")
 
     def test_empty_cluster(self, tmp_path):
         folder = save(tiny_model("mixtral", 2), tmp_path / "model")

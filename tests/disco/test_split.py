@@ -7,7 +7,7 @@ from disco.artifacts import ArtifactError
 from disco.checkpoint import Checkpoint, identity
 from disco.config import ConfigError
 from disco.family import moe_blocks, num_experts, top_k
-from disco.split import NOTE, read_submodel_note, split, write_submodel_note
+from disco.split import NOTE, groups_of, read_submodel_note, split, write_submodel_note
 from tests.disco.tiny_models import DTYPES, FAMILIES, IMPLEMENTATIONS, load, same_bits, save, tiny_model
 
 
@@ -66,7 +66,7 @@ def test_submodel_config_and_note(tmp_path, name):
     config = Checkpoint.open(out).config
     assert (num_experts(config), top_k(config)) == (1, 1)
     note = read_submodel_note(out)
-    assert note == (identity(tmp_path / "full"), 2, 3, "abc", None)
+    assert note == (identity(tmp_path / "full"), 2, 3, "abc", None, [2])
     assert (out / "generation_config.json").is_file()
 
 
@@ -89,6 +89,45 @@ def stored_keys(folder):
 
     with safe_open(folder / "model.safetensors", "pt") as file:
         return list(file.keys())
+
+
+def only(model, group: list[int], top: int) -> None:
+    """Make every router choose `top` experts among `group`, by softmax over the group, weights summing to one."""
+
+    def chosen(module, args, output):
+        logits = output[0][:, group]
+        weights, indices = logits.softmax(-1).topk(top, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights * getattr(model.config, "routed_scaling_factor", 1.0)
+        return output[0], weights.to(output[1].dtype), torch.tensor(group)[indices]
+
+    for block in moe_blocks(model):
+        block.router.register_forward_hook(chosen)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "olmoe"])
+def test_a_group_of_experts_is_the_full_model_within_the_group(tmp_path, name):
+    full = save(tiny_model(name, 7, num_experts_per_tok=4), tmp_path / "full")
+    tokens = torch.arange(42).reshape(2, 21)
+    for index, (group, top) in enumerate([([0, 1, 2], 2), ([3, 4], 1), ([5, 6], 1)]):
+        out = tmp_path / str(index)
+        renormalize = None if name in ("mixtral", "gpt_oss") else True
+        split(full, index, out, submodels=3, renormalize=renormalize)
+        assert read_submodel_note(out).group == group and read_submodel_note(out).of == 3
+        submodel, whole = load(out), load(full)
+        assert (num_experts(submodel.config), top_k(submodel.config)) == (len(group), top)
+        only(whole, group, top)
+        with torch.no_grad():
+            found, wanted = (model(tokens, use_cache=False).logits for model in (submodel, whole))
+        assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+def test_groups_are_as_equal_as_can_be():
+    assert groups_of(7, 3) == [[0, 1, 2], [3, 4], [5, 6]]
+    assert groups_of(4, 4) == [[0], [1], [2], [3]]
+    for bad in (0, 5):
+        with pytest.raises(ConfigError, match=f"cluster.k is {bad} but the model has 4 experts: set it to 1..4"):
+            groups_of(4, bad)
 
 
 @pytest.mark.parametrize("expert", [-1, 3])
