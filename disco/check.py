@@ -18,6 +18,7 @@ from disco.stages import clusters, starts_single, submodel_renormalize
 from disco.start import described_model
 from disco.tokenizer import check_tokenizer
 from disco.train import price_of
+from launch.tracking import need
 
 
 def check(config: Experiment, trained_here: Collection[str] = ("seed_phase", "train", "finetune")) -> None:
@@ -28,6 +29,10 @@ def check(config: Experiment, trained_here: Collection[str] = ("seed_phase", "tr
     full = described_model(config)
     experts = num_experts(full)
     _check_model(config, full, experts)
+    try:
+        need(config.tracking)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     check_sources(config.corpus)
     check_tokenizer(config)
     _check_nodes(config)

@@ -42,7 +42,7 @@ def _say(text: str) -> None:
     console.print(text, markup=False)
 
 
-@app.command()
+@app.command(context_settings=DASHED)
 def run(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -51,12 +51,13 @@ def run(
     force: Annotated[list[str] | None, typer.Option(help="make this stage again although it is fresh")] = None,
 ) -> None:
     """Run the whole experiment: what is stale or missing, and nothing else."""
-    from disco import pipeline
+    from disco import pipeline, sweep
 
-    experiment = _load(config, overrides)
+    experiment = sweep.as_trial(_load(config, overrides))
     pipeline.run(experiment, until=until, start=start, force=force or (), say=_say)
     if not until:
         _say(f"report: {experiment.folder / 'report' / 'report.html'}")
+        sweep.report(experiment)
 
 
 @app.command()
@@ -87,7 +88,7 @@ def _stage_command(name: str, text: str) -> Callable:
         pipeline.run(_load(config, overrides), until=name, say=_say)
 
     command.__doc__ = text
-    return app.command(name)(command)
+    return app.command(name, context_settings=DASHED)(command)
 
 
 _stage_command("prepare", "Read, deduplicate, split and tokenise the corpus.")
