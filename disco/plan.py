@@ -20,8 +20,9 @@ from bcd.config import read as read_bcd
 from bcd.memory import Estimate, Predictor
 from bcd.schedule import BlockSchedule
 from disco.config import ConfigError, Experiment, Optimizer
-from disco.family import num_experts, set_trainable, with_experts
+from disco.family import as_submodel, num_experts, set_trainable, with_experts
 from disco.loss import labelled_cross_entropy
+from disco.split import groups_of
 from launch import hardware, ledger
 from launch.estimate import communication_seconds, compute_seconds, measured_utilization
 from launch.flops import training_flops
@@ -172,11 +173,16 @@ def shapes_of(model: PretrainedConfig, trainable: str = "all") -> torch.nn.Modul
 def planned_model(config: Experiment) -> PretrainedConfig:
     """The full MoE's configuration; of a hub model nothing but its config.json is fetched."""
     from disco.start import model_config
+    from disco.upcycle import upcycled_config
 
-    if config.model.source is None:
-        return model_config({"vocab_size": config.corpus.tokenizer.vocab_size} | config.model.config)
+    section = config.model.upcycle
     try:
-        return AutoConfig.from_pretrained(config.model.source, revision=config.model.revision)
+        if config.model.source is None:
+            raw = {"vocab_size": config.corpus.tokenizer.vocab_size} | config.model.config
+            found = model_config(raw, dense=section is not None)
+        else:
+            found = AutoConfig.from_pretrained(config.model.source, revision=config.model.revision)
+        return found if section is None else upcycled_config(found, section)
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
@@ -186,9 +192,12 @@ def planned_model(config: Experiment) -> PretrainedConfig:
 
 def trainings(config: Experiment, run: Path | None = None) -> list[Training]:
     """The training stages, in the order of the pipeline; `run` is a folder whose corpus gives the exact rows."""
+    from disco.stages import starts_single
+
     full = _model_of(config, run)
-    k, tune = num_experts(full), config.finetune
-    single = with_experts(full, 1, 1)
+    groups = groups_of(num_experts(full), config.cluster.k or num_experts(full))
+    k, tune = len(groups), config.finetune
+    single, alike = with_experts(full, 1, 1), starts_single(config)
     source = _Rows(config, run, k)
     cheap, big = config.hardware.train, config.hardware.finetune
     mode = "experts" if config.train.mode == "expert" else "all"
@@ -218,7 +227,13 @@ def trainings(config: Experiment, run: Path | None = None) -> list[Training]:
         for index in range(k):
             rows = source.submodel(prefix, index)
             yield training(
-                f"{prefix}train/{index}", single, config.train, rows, cheap, submodel=index, trainable=mode
+                f"{prefix}train/{index}",
+                single if alike else as_submodel(full, len(groups[index])),
+                config.train,
+                rows,
+                cheap,
+                submodel=index,
+                trainable=mode,
             )
         if tune.router_tokens:
             rows = source.mixed(tune, tune.router_tokens, 2)
@@ -228,9 +243,8 @@ def trainings(config: Experiment, run: Path | None = None) -> list[Training]:
 
     found = []
     if config.seed_phase.tokens:
-        begins = single if config.model.source is None and config.seed_phase.model != "full" else full
         rows = source.mixed(config.seed_phase, config.seed_phase.tokens, 1)
-        found.append(training("start", begins, config.seed_phase, rows, cheap))
+        found.append(training("start", single if alike else full, config.seed_phase, rows, cheap))
     found += pipeline("")
     if "joint" in config.baselines:
         section = tune.model_copy(update=config.joint.model_dump(exclude_none=True))

@@ -216,3 +216,26 @@ def test_the_command_writes_json_and_takes_dashed_overrides(tmp_path):
     assert math.isfinite(found["ways"][0]["dollars"]) and "2026-01" in done.output
     done = CliRunner().invoke(app, ["plan", str(path), "--crads=2"])
     assert done.exit_code == 1 and "unknown key crads" in str(done.exception)
+
+
+def test_upcycled_models_and_groups_of_experts_are_planned():
+    dense = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    raw = {
+        "name": "t",
+        "model": {"config": dense, "upcycle": {"experts": 6, "top_k": 3, "method": "drop"}},
+        "corpus": {"sources": [{"name": "a", "text": ["a"]}]},
+        "cluster": {"k": 2},
+        "seed_phase": {"tokens": 0},
+    }
+    found = {item.name: item.model for item in trainings(Experiment.parse(raw))}
+    assert [found[name].num_local_experts for name in ("train/0", "train/1", "finetune")] == [3, 3, 6]
+    assert found["train/0"].num_experts_per_tok == 2
+    raw["model"]["upcycle"]["method"] = "copy"
+    single = {item.name: item.model for item in trainings(Experiment.parse(raw))}
+    assert (single["train/1"].model_type, single["train/1"].num_local_experts) == ("mixtral", 1)
