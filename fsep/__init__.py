@@ -16,6 +16,8 @@ _MODULE_OF = {
     "RankError": "link",
     "TraceRecorder": "record",
     "attach": "sharding",
+    "load_pretrained": "pretrained",
+    "save_pretrained": "pretrained",
     "cost": "costs",
     "layout_bound": "bounds",
     "lower_bound": "bounds",

@@ -73,6 +73,28 @@ class ShardedExperts(MoE):
                 self.ep_size, use_data_before_expert_parallel_=use_data_before_expert_parallel_
             )
 
+    def get_extra_state(self) -> dict[str, int]:
+        """Whose slices a state dict holds."""
+        return {"rank": self.runtime.tokens.rank, "ranks": self.ep_size}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Was compared before anything was copied."""
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        # DeepSpeed's checkpoint has the module of rank 0 alone. Under ZeRO the other ranks' slices come from their
+        # fp32 partitions right after; without ZeRO they would be rank 0's.
+        origin = state_dict.get(prefix + "_extra_state")
+        if origin is not None and origin != self.get_extra_state():
+            if origin["ranks"] == self.ep_size and hasattr(self.shard, "_hp_mapping"):
+                state_dict = {**state_dict, prefix + "shard": self.shard.data}
+            else:
+                errors.append(
+                    f"{self.name}: the state holds slices of rank {origin['rank']} of {origin['ranks']}, not those of "
+                    f"rank {self.runtime.tokens.rank} of {self.ep_size}: use fsep.save_checkpoint"
+                )
+                return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+
     def forward(self, hidden_TH: Tensor, chosen_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """The experts' weighted sum [T, H]; a collective call, T may differ between ranks and be zero.
 

@@ -55,7 +55,11 @@ FAMILIES = {
     family.model_type: family
     for family in (
         Family(model_type="qwen2_moe"),
+        Family(model_type="qwen3_moe"),
         Family(model_type="olmoe"),
+        Family(model_type="flex_olmo"),
+        Family(model_type="deepseek_v2"),
+        Family(model_type="deepseek_v3"),
         Family(
             model_type="mixtral",
             block_on_disk="block_sparse_moe",

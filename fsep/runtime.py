@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsep.layout import Layout
 from fsep.link import Link
@@ -109,6 +109,7 @@ class Runtime:
 
     def __init__(
         self,
+        model: nn.Module,
         planner: LayoutSource,
         topology: Topology,
         slots: int,
@@ -117,6 +118,7 @@ class Runtime:
         delay_reshard: bool,
         timeout_s: float,
     ) -> None:
+        self.model = model  # the Hugging Face model, whatever wraps it
         self.planner, self.topology, self.slots = planner, topology, slots
         self.prefetch_layers, self.delay_reshard = prefetch, delay_reshard
         self.tokens, self.weights = Link(timeout_s), Link(timeout_s)

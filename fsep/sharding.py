@@ -89,11 +89,18 @@ def attach(
         planner = Planner(topology, slots, layers=len(blocks), experts=experts)
     elif isinstance(planner, Sequence):
         planner = FixedLayouts(planner)
-    runtime = Runtime(planner, topology, slots, prefetch=prefetch, delay_reshard=delay_reshard, timeout_s=timeout_s)
+    runtime = Runtime(
+        model, planner, topology, slots, prefetch=prefetch, delay_reshard=delay_reshard, timeout_s=timeout_s
+    )
     for index, block in enumerate(blocks):
         block.parent.experts = _shard(index, block, runtime, device)
         runtime.layers.append(block.parent.experts)
+    model.save_pretrained = _refuse_to_save
     return model
+
+
+def _refuse_to_save(*_: object, **__: object) -> None:
+    raise ValueError("the experts are sharded: call fsep.save_pretrained(model, folder), on every rank")
 
 
 def sharded_layers(model: nn.Module) -> list[ShardedExperts]:

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 import fsep
+from fsep.families import FAMILIES as SHARDED
 from fsep.sharding import sharded_layers
 from tests.bcd.ranks import run_ranks
-from tests.disco.tiny_models import tiny_model
+from tests.disco.tiny_models import FAMILIES, tiny_model
 from tests.fsep.sharded import (
     EXPERTS,
     RandomLayouts,
@@ -70,7 +71,7 @@ MEMORY = [(0, False, False), (1, True, False), (2, True, False), (1, True, True)
 
 
 def all_cases():
-    families = ("qwen2_moe", "qwen2_moe dense layers", "mixtral", "olmoe")
+    families = [name for name, (model_type, _) in FAMILIES.items() if model_type in SHARDED]
     return {
         "gradients": [
             compare_gradients(family, checkpointing=checkpointing, prefetch=prefetch, delay_reshard=delay)
