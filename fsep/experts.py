@@ -89,7 +89,7 @@ class ShardedExperts(MoE):
                 state_dict = {**state_dict, prefix + "shard": self.shard.data}
             else:
                 errors.append(
-                    f"{self.name}: the state holds slices of rank {origin['rank']} of {origin['ranks']}, not those of "
+                    f"{self.name}: these are the slices of rank {origin['rank']} of {origin['ranks']}, not those of "
                     f"rank {self.runtime.tokens.rank} of {self.ep_size}: use fsep.save_checkpoint"
                 )
                 return
