@@ -24,6 +24,9 @@ from fsep.runtime import Pass, Runtime, Ticket
 from fsep.space import ExpertSpace
 from fsep.weights import Resharding
 
+# The name under which a state dict has a shard: with it DeepSpeed's checkpoints keep a file of each rank's.
+SAVED = "deepspeed_moe.experts.deepspeed_experts.0."
+
 
 class ShardedExperts(MoE):
     """Takes the place of the experts module of a Hugging Face MoE block: same arguments, same result.
@@ -56,8 +59,8 @@ class ShardedExperts(MoE):
         self.index, self.name, self.space, self.runtime = index, name, space, runtime
         self.num_experts = experts
         self.act_fn = act
-        # DeepSpeed's names. No local experts: none are for its checkpoints to look for.
-        self.ep_size, self.expert_group_name, self.num_local_experts = ranks, f"ep_size_{ranks}", 0
+        # DeepSpeed's names; to its checkpoints a rank's shard is one expert.
+        self.ep_size, self.expert_group_name, self.num_local_experts = ranks, f"ep_size_{ranks}", 1
         self.shard = nn.Parameter(
             torch.zeros(experts, space.slice_size(ranks), dtype=dtype, device=device), requires_grad=trainable
         )
@@ -73,27 +76,25 @@ class ShardedExperts(MoE):
                 self.ep_size, use_data_before_expert_parallel_=use_data_before_expert_parallel_
             )
 
-    def get_extra_state(self) -> dict[str, int]:
-        """Whose slices a state dict holds."""
-        return {"rank": self.runtime.tokens.rank, "ranks": self.ep_size}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        """Was compared before anything was copied."""
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + SAVED + "shard"] = self.shard if keep_vars else self.shard.detach()
+        destination[prefix + SAVED + "slice"] = torch.tensor([self.runtime.tokens.rank, self.ep_size])
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        # DeepSpeed's checkpoint has the module of rank 0 alone. Under ZeRO the other ranks' slices come from their
-        # fp32 partitions right after; without ZeRO they would be rank 0's.
-        origin = state_dict.get(prefix + "_extra_state")
-        if origin is not None and origin != self.get_extra_state():
-            if origin["ranks"] == self.ep_size and hasattr(self.shard, "_hp_mapping"):
-                state_dict = {**state_dict, prefix + "shard": self.shard.data}
-            else:
-                errors.append(
-                    f"{self.name}: these are the slices of rank {origin['rank']} of {origin['ranks']}, not those of "
-                    f"rank {self.runtime.tokens.rank} of {self.ep_size}: use fsep.save_checkpoint"
-                )
-                return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        shard, saved = (state_dict.get(prefix + SAVED + name) for name in ("shard", "slice"))
+        rank, ranks = self.runtime.tokens.rank, self.ep_size
+        if shard is None or saved is None:
+            missing.append(prefix + SAVED + "shard")
+        elif saved.tolist() != [rank, ranks]:
+            errors.append(
+                f"{self.name}: the state has slice {saved[0]} of {saved[1]}, this is rank {rank} of {ranks}: "
+                "use fsep.save_checkpoint and fsep.load_checkpoint"
+            )
+        elif shard.shape != self.shard.shape:
+            errors.append(f"{self.name}: the state has shape {shard.shape}, the model {self.shard.shape}")
+        else:
+            self.shard.data.copy_(shard)
+            self.loaded = True
 
     def forward(self, hidden_TH: Tensor, chosen_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """The experts' weighted sum [T, H]; a collective call, T may differ between ranks and be zero.

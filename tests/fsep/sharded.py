@@ -87,10 +87,10 @@ def loss_of(model, ids, tokens):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum") / tokens
 
 
-def attached(family, planner=None, dtype=torch.float32, **settings):
-    model = tiny_model(family, experts=EXPERTS, dtype=dtype).train()
+def attached(family, planner=None, dtype=torch.float32, experts=EXPERTS, **settings):
+    model = tiny_model(family, experts=experts, dtype=dtype).train()
     layers = len(family_of(model).blocks(model))
-    planner = planner or RandomLayouts(layers, EXPERTS, dist.get_world_size(), SLOTS)
+    planner = planner or RandomLayouts(layers, experts, dist.get_world_size(), SLOTS)
     return fsep.attach(model, slots=SLOTS, planner=planner, **settings)
 
 
