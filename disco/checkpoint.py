@@ -153,7 +153,7 @@ class Checkpoint:
         family = layout_of(config) if dense else family_of(config)
         known = expected(config)
         tensors: dict[str, Stored] = {}
-        for key, stored in _stored_tensors(folder).items():
+        for key, stored in stored_tensors(folder).items():
             if key not in known.shapes and any(re.search(pattern, key) for pattern in known.unused):
                 continue
             for piece in family.pieces(key, stored.shape):
@@ -175,6 +175,9 @@ def load_config(folder: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # transformers raises whatever its parser meets
+        if "llama_moe" in str(error):
+            hint = f"convert it first: disco import-llama-moe {folder} OUT"
+            raise ArtifactError(f"{folder}: is LLaMA-MoE v1: {hint}") from None
         raise ArtifactError(f"{folder / 'config.json'}: cannot be read: {_first_line(error)}") from None
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method", quantized) if isinstance(quantized, dict) else quantized
@@ -231,7 +234,8 @@ def check_keys(config: PretrainedConfig, shapes: dict[str, tuple[int, ...]], whe
         raise ArtifactError(f"{where}: {key} is {list(shapes[key])}, the config says {list(wanted[key])}")
 
 
-def _stored_tensors(folder: Path) -> dict[str, Stored]:
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a model folder by its name on disk, index and headers checked."""
     if not (folder / INDEX).is_file():
         if not (folder / WEIGHTS).is_file():
             raise ArtifactError(f"{folder}: has neither {WEIGHTS} nor {INDEX}: save it with safetensors")

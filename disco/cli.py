@@ -213,6 +213,19 @@ def plan(
         _say(f"written: {as_json}")
 
 
+@app.command("import-llama-moe")
+def import_llama_moe(
+    source: Annotated[Path, typer.Argument(help="folder of a LLaMA-MoE v1 checkpoint (safetensors)")],
+    out: Annotated[Path, typer.Argument(help="folder to write the Mixtral checkpoint to")],
+    seed: Annotated[int, typer.Option(help="of the router's rows, which have to be fitted or trained")] = 0,
+) -> None:
+    """Write a LLaMA-MoE v1 checkpoint as Mixtral, for model.source."""
+    from disco.llama_moe import convert_llama_moe
+
+    convert_llama_moe(source, out, seed=seed)
+    _say(f"written to {out}")
+
+
 @app.command("fetch-corpus")
 def fetch_corpus(
     folder: Annotated[Path, typer.Argument(help="folder to build the corpus in")],
