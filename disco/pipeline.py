@@ -11,9 +11,9 @@ from disco.artifacts import ArtifactError
 from disco.billing import billed
 from disco.check import check
 from disco.config import ConfigError, Experiment, closest
-from disco.job import stop_jobs
+from disco.job import JOB, stop_jobs
 from disco.running import making, running
-from disco.stages import Stage, stages
+from disco.stages import NEUTRAL, Stage, stages
 from disco.train import price_of
 
 FRESH, STALE, MISSING, STARTED, WAITING, DAMAGED = "fresh", "stale", "missing", "started", "waiting", "damaged"
@@ -79,6 +79,9 @@ def run(
                 batch += [stage for stage in todo if stage.submodel and stage.name.rpartition("/")[0] == family]
                 todo = [stage for stage in todo if stage not in batch]
             batch = [stage for stage in batch if not _fresh(config, stage, stage.name in again, say)]
+            for stage in batch:
+                if stage.trains and stage.name not in again:
+                    _refuse_other_processes(config, stage)
             _make_all(config, batch, say)
 
 
@@ -106,7 +109,30 @@ def run_submodel(config: Experiment, name: str, *, say: Callable[[str], None] = 
         artifacts.lock(config.folder, name=f"launch/running/{name}.lock"),
     ):
         if not _fresh(config, stage, False, say):
+            _refuse_other_processes(config, stage)
             _make(config, stage, say)
+
+
+def _refuse_other_processes(config: Experiment, stage: Stage) -> None:
+    """Raise ArtifactError where only the number of processes keeps a half-trained stage from going on.
+
+    DeepSpeed writes a shard of the optimizer for each process, and reads them back into as many.
+    """
+    partial = artifacts.partial_of(config.folder / stage.name)
+    job = partial / artifacts.SCRATCH / JOB
+    if not job.exists() or not any((job.parent / "checkpoints").glob("step-*[0-9]")):
+        return
+    [name] = trained_here([stage])
+    before, now = artifacts.read_json(job)["section"], getattr(config, name)
+    if before["processes"] == now.processes:
+        return
+    other = {"processes", "micro_batch_size", *NEUTRAL}
+    same = set(before) - other
+    if {key: before[key] for key in same} == now.model_dump(mode="json", include=same):
+        raise ArtifactError(
+            f"{partial} holds a checkpoint of {before['processes']} processes, {name}.processes is {now.processes}: "
+            f"it goes on with {name}.processes={before['processes']} only; --force {stage.name} begins anew"
+        )
 
 
 def _make_all(config: Experiment, batch: list[Stage], say: Callable[[str], None]) -> None:

@@ -14,6 +14,9 @@ from launch import scripts
 # The sections whose training happens on this machine, by back end.
 BACKENDS = {
     "local": ("seed_phase", "train", "finetune"),
+    "ssh": ("seed_phase", "finetune"),
+    "slurm": (),
+    "skypilot": ("seed_phase", "finetune"),
 }
 
 
@@ -29,6 +32,8 @@ def launch(config: Experiment, on: str, *, dry_run: bool, console: Console) -> N
     check(config, BACKENDS[on])
     steps, folder = plan(config), config.folder.absolute() / "launch"
     with artifacts.lock(config.folder, name="launch/.lock"):
+        if on == "slurm":
+            backend.refuse_second(config)
         experiment = folder / "experiment.yaml"
         moved = config.model_copy(update={"runs": str(config.folder.absolute().parent)})
         files = backend.scripts(config, steps, experiment) | {experiment.name: moved.dump()}

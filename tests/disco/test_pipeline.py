@@ -399,3 +399,19 @@ def test_fewer_clusters_than_experts(tmp_path, seeded):
     assert artifacts.read_json(run / "merge" / "merge.json")["groups"] == [3, 2]
     counts = artifacts.read_json(run / "evaluate" / "results.json")["routing"]["merged"]["counts"]
     assert [len(counts[0]), len(counts[0][0])] == [2, 5]
+
+
+def test_a_checkpoint_of_other_processes_is_kept_and_refused(finished, tmp_path):
+    home = finished.model_copy(update={"runs": str(tmp_path / "home")})
+    shutil.copytree(finished.folder, home.folder)
+    partial = home.folder / "finetune.partial"
+    (home.folder / "finetune").rename(partial)
+    (partial / "manifest.json").unlink()
+    (partial / "work" / "checkpoints" / "step-00000004").mkdir(parents=True)
+    section = home.finetune.model_dump(mode="json") | {"processes": 4, "micro_batch_size": 1}
+    artifacts.write_json(partial / "work" / "job.json", {"section": section})
+    with pytest.raises(
+        ArtifactError, match=r"a checkpoint of 4 processes, finetune.processes is 1.*--force finetune"
+    ):
+        pipeline.run(home, until="finetune", say=lambda text: None)
+    assert (partial / "work" / "checkpoints" / "step-00000004").exists()

@@ -252,3 +252,28 @@ def test_missing_weights_are_refused(make_job, capfd):
     with pytest.raises(JobError):
         run_job(job, threads=1)
     assert "missing keys: model.norm.weight" in capfd.readouterr().err
+
+
+BOTH = ["bash", "-c", '"$@" & first=$!; "$@" & second=$!; wait $first && wait $second', "both"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_two_machines_of_two_ranks_are_one_of_four(make_job, toy_rows, zero_stage):
+    """Two torchrun agents that meet at a port, as on two machines, train what one agent of four ranks does."""
+    rows = toy_rows(20)
+    section = {"rows": rows, "processes": 4, "zero_stage": zero_stage, "checkpoint_every": 2}
+    one, reference = make_job("one", **section)
+    run_job(one, threads=1)
+    two, spread = make_job("two", **section)
+    run_job(two.model_copy(update={"nodes": 2, "node_command": BOTH}), threads=1)
+    assert_close(weights(spread), weights(reference), rtol=1e-5, atol=1e-6)
+    devices = {row["phase"]: row["devices"] for row in read(Path(one.run) / "ledger.jsonl")}
+    assert devices == {"one": 4, "two": 4}
+
+
+def test_a_machine_that_fails_ends_the_stage_on_all(make_job):
+    job, _ = make_job("lame", processes=2)
+    node = ["bash", "-c", "exit 5", "node"]
+    with pytest.raises(JobError, match="lame: training ended with exit code 5"):
+        run_job(job.model_copy(update={"nodes": 2, "node_command": node}), threads=1)

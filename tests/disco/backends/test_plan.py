@@ -85,8 +85,8 @@ def test_a_dry_run_writes_sound_scripts_without_secrets(tmp_path, monkeypatch, o
 
 def test_unknown_back_ends_and_second_launches_are_refused(tmp_path):
     config = experiment(tmp_path)
-    with pytest.raises(ConfigError, match="--on locla: no such back end: did you mean 'local'"):
-        launch(config, "locla", dry_run=True, console=Console())
+    with pytest.raises(ConfigError, match="--on slrum: no such back end: did you mean 'slurm'"):
+        launch(config, "slrum", dry_run=True, console=Console())
     with (
         artifacts.lock(config.folder, name="launch/.lock"),
         pytest.raises(ArtifactError, match=r"tiny/launch: another disco process \(pid \d+ on .*\) works here"),
