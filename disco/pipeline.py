@@ -130,7 +130,7 @@ def _refuse_other_processes(config: Experiment, stage: Stage) -> None:
     same = set(before) - other
     if {key: before[key] for key in same} == now.model_dump(mode="json", include=same):
         raise ArtifactError(
-            f"{partial} holds a checkpoint of {before['processes']} processes, {name}.processes is {now.processes}: "
+            f"{partial} has a checkpoint of {before['processes']} processes, {name}.processes is {now.processes}: "
             f"it goes on with {name}.processes={before['processes']} only; --force {stage.name} begins anew"
         )
 

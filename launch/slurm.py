@@ -41,7 +41,8 @@ def submit_script(jobs: Sequence[Job], name: str, folder: Path) -> str:
     ]
     for index, job in enumerate(jobs):
         options = [f"--job-name={name}-{job.name}"]
-        options.append(f"--output=logs/{job.name}-{'%A_%a' if job.tasks else '%j'}.log")
+        log = f"{job.name}-{'%A_%a' if job.tasks else '%j'}.log"
+        options.append(f'--output="${{PWD//%/%%}}/logs/{log}"')  # SLURM reads a % of the folder too
         if job.tasks:
             options.append(f"--array=0-{job.tasks - 1}")
         if job.after:

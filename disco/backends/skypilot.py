@@ -73,6 +73,18 @@ def task(config: Experiment, step: Step, folder: Path) -> dict:
     }
 
 
+class _Readable(yaml.SafeDumper):
+    """Writes several lines of shell as several lines."""
+
+
+_Readable.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
+)
+
+
 def scripts(config: Experiment, steps: list[Step], experiment: Path) -> dict[str, str]:
     """A task a submodel; `run.sh` prepares and submits, `finish.sh` collects, merges and goes on here."""
     bucket, folder = config.launch.skypilot.bucket, experiment.parent
@@ -82,7 +94,10 @@ def scripts(config: Experiment, steps: list[Step], experiment: Path) -> dict[str
         )
     own = [step for step in steps if step.stage and not step.stage.startswith("baselines/")]
     rest = [step for step in steps if not step.stage]
-    files = {f"{step.name}.yaml": yaml.safe_dump(task(config, step, folder), sort_keys=False) for step in own}
+    files = {
+        f"{step.name}.yaml": yaml.dump(task(config, step, folder), Dumper=_Readable, sort_keys=False)
+        for step in own
+    }
     files |= {f"{step.name}.sh": local.step_script(step, experiment) for step in rest}
     disco, here, source = shlex.join(own[0].command("")[:3]), shlex.quote(str(folder)), shlex.quote(str(experiment))
     secrets = " ".join(f"${{{secret}:+--secret {secret}}}" for secret in SECRETS)
