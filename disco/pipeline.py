@@ -10,7 +10,7 @@ from disco import artifacts
 from disco.artifacts import ArtifactError
 from disco.billing import billed
 from disco.check import check
-from disco.config import ConfigError, Experiment, closest
+from disco.config import ConfigError, Experiment, Joint, closest
 from disco.job import JOB, stop_jobs
 from disco.running import making, running
 from disco.stages import NEUTRAL, Stage, stages
@@ -126,7 +126,7 @@ def _refuse_other_processes(config: Experiment, stage: Stage) -> None:
     before, now = artifacts.read_json(job)["section"], getattr(config, name)
     if before["processes"] == now.processes:
         return
-    other = {"processes", "micro_batch_size", *NEUTRAL}
+    other = {"processes", "micro_batch_size", *NEUTRAL, *(Joint.model_fields if "joint" in stage.name else ())}
     same = set(before) - other
     if {key: before[key] for key in same} == now.model_dump(mode="json", include=same):
         raise ArtifactError(
