@@ -27,6 +27,7 @@ _MODULE_OF = {
     "route": "routing",
     "route_copies": "routing",
     "simulate": "simulation",
+    "stats": "monitor",
     "synthesize": "traces",
 }
 

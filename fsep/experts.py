@@ -56,7 +56,7 @@ class ShardedExperts(MoE):
     ) -> None:
         nn.Module.__init__(self)  # not MoE's, which would build a gate and experts of its own
         ranks = runtime.tokens.size
-        self.index, self.name, self.space, self.runtime = index, name, space, runtime
+        self.index, self.name, self.space, self.runtime = index, name, space, runtime  # index: among MoE layers
         self.num_experts = experts
         self.act_fn = act
         # DeepSpeed's names; to its checkpoints a rank's shard is one expert.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -77,6 +78,7 @@ class Planner:
         uniform = plan(np.ones((topology.devices, experts)), topology, slots)
         self.layouts: list[Layout] = [uniform] * layers
         self.adopted = self.late = self.rejected = 0
+        self.plan_ms: float | None = None  # CPU milliseconds a layer that the last plan took
         self._pending: Future[list[Layout]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fsep-planner") if background else None
 
@@ -134,14 +136,15 @@ class Planner:
         return whole if alone else self._ranks.gather(whole)
 
     def _plan(self, forecasts: list[np.ndarray], current: list[Layout]) -> list[Layout]:
-        """Runs in the thread; reads nothing that changes."""
-        chosen = []
+        """Runs in the thread; reads nothing that changes, and leaves behind how long it took."""
+        chosen, started = [], time.thread_time()
         for forecast_NE, old in zip(forecasts, current, strict=True):
             new = plan(forecast_NE, self.topology, self.slots, previous=old, budget_ms=self.budget_ms)
             if new != old:
                 before, after = (modelled_time(forecast_NE, layout, self.topology) for layout in (old, new))
                 new = new if after < before * (1 - self.threshold) else old
             chosen.append(new)
+        self.plan_ms = 1e3 * (time.thread_time() - started) / len(chosen)
         return chosen
 
     def _adopt(self, planned: list[Layout]) -> bool:

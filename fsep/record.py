@@ -5,6 +5,9 @@ Shapes: S steps, L layers, M micro-batches, N devices, E experts.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import nn
@@ -16,8 +19,9 @@ class TraceRecorder:
     """Counts the tokens that a Hugging Face model's routers send to each expert.
 
     Every module that is named a router (``...Router``), has ``num_experts`` and returns expert numbers last is
-    watched, in module order. Only a layer's first call in a micro-batch counts, so that a recomputation under
-    activation checkpointing is not counted twice. Use as a context manager::
+    watched, in module order; on a model that ``fsep.attach`` has changed, every layer of sharded experts. Only a
+    layer's first call in a micro-batch counts, so that a recomputation under activation checkpointing is not
+    counted twice. Use as a context manager::
 
         with TraceRecorder(model) as recorder:
             for step in ...:
@@ -32,11 +36,14 @@ class TraceRecorder:
     """
 
     def __init__(self, model: nn.Module, group: torch.distributed.ProcessGroup | None = None) -> None:
-        self._routers = [
-            module
-            for module in model.modules()
-            if type(module).__name__.lower().endswith("router") and hasattr(module, "num_experts")
-        ]
+        named = {name: module for name, module in model.named_modules() if hasattr(module, "num_experts")}
+        kinds = {name: type(module).__name__.lower() for name, module in named.items()}
+        self._sharded = "shardedexperts" in kinds.values()
+        suffix = "shardedexperts" if self._sharded else "router"
+        names = [name for name in named if kinds[name].endswith(suffix)]
+        self._routers = [named[name] for name in names]
+        numbers = [re.search(r"(?:^|\.)layers\.(\d+)\.", name) for name in names]
+        self._layers = np.array([int(found[1]) for found in numbers]) if all(numbers) else None
         if not self._routers:
             raise ValueError(f"{type(model).__name__} has no router: give a mixture-of-experts model")
         experts = {int(router.num_experts) for router in self._routers}
@@ -54,7 +61,11 @@ class TraceRecorder:
 
     def __enter__(self) -> TraceRecorder:
         for index, router in enumerate(self._routers):
-            self._handles.append(router.register_forward_hook(self._hook(index)))
+            if self._sharded:  # called with (hidden states, expert numbers, weights)
+                handle = router.register_forward_pre_hook(self._hook(index, lambda inputs, _: inputs[1]))
+            else:
+                handle = router.register_forward_hook(self._hook(index, lambda _, output: output[-1]))
+            self._handles.append(handle)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -101,12 +112,13 @@ class TraceRecorder:
             ranks = [torch.empty_like(counts_SMLE) for _ in range(torch.distributed.get_world_size(self._group))]
             torch.distributed.all_gather(ranks, counts_SMLE, group=self._group)
         tokens_SLMNE = torch.stack(ranks).permute(1, 3, 2, 0, 4).cpu().numpy()
-        return LoadTrace(tokens_SLMNE, np.array(self._iterations))
+        return LoadTrace(tokens_SLMNE, np.array(self._iterations), self._layers)
 
-    def _hook(self, index: int):
-        def count(_module: nn.Module, _inputs: tuple, output: tuple) -> None:
+    def _hook(self, index: int, chosen: Callable[[tuple, tuple | None], torch.Tensor]):
+        def count(_module: nn.Module, inputs: tuple, output: tuple | None = None) -> None:
             if index not in self._counts:
                 # On the device, so that recording never waits for it.
-                self._counts[index] = torch.bincount(output[-1].detach().flatten(), minlength=self._experts)
+                experts = chosen(inputs, output).detach().flatten()
+                self._counts[index] = torch.bincount(experts, minlength=self._experts)
 
         return count
