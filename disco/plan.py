@@ -20,9 +20,11 @@ from bcd.config import read as read_bcd
 from bcd.memory import Estimate, Predictor
 from bcd.schedule import BlockSchedule
 from disco.config import ConfigError, Experiment, Optimizer
-from disco.family import as_submodel, num_experts, set_trainable, with_experts
+from disco.family import as_submodel, num_experts, set_trainable
 from disco.loss import labelled_cross_entropy
 from disco.split import groups_of
+from disco.start import described_model, full_config, starts_single
+from disco.upcycle import upcycled_config
 from launch import hardware, ledger
 from launch.estimate import communication_seconds, compute_seconds, measured_utilization
 from launch.flops import training_flops
@@ -171,34 +173,32 @@ def shapes_of(model: PretrainedConfig, trainable: str = "all") -> torch.nn.Modul
 
 
 def planned_model(config: Experiment) -> PretrainedConfig:
-    """The full MoE's configuration; of a hub model nothing but its config.json is fetched."""
-    from disco.start import model_config
-    from disco.upcycle import upcycled_config
-
-    section = config.model.upcycle
+    """The full MoE's configuration; of a model on the hub nothing but its config.json is fetched."""
+    source, upcycle = config.model.source, config.model.upcycle
+    if source is None or Path(source).is_dir():
+        return described_model(config)
     try:
-        if config.model.source is None:
-            raw = {"vocab_size": config.corpus.tokenizer.vocab_size} | config.model.config
-            found = model_config(raw, dense=section is not None)
-        else:
-            found = AutoConfig.from_pretrained(config.model.source, revision=config.model.revision)
-        return found if section is None else upcycled_config(found, section)
+        found = AutoConfig.from_pretrained(source, revision=config.model.revision)
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"model.source is '{config.model.source}': its config.json cannot be read: {reason}"
-        ) from None
+        raise ConfigError(f"model.source is '{source}': its config.json cannot be read: {reason}") from None
+    return found if upcycle is None else upcycled_config(found, upcycle)
+
+
+def submodel_models(config: Experiment, full: PretrainedConfig) -> list[PretrainedConfig]:
+    """The configuration of each submodel: one expert, or where clusters are fewer than experts a group of them."""
+    experts = num_experts(full)
+    groups = groups_of(experts, config.cluster.k or experts)
+    sizes = [1 if starts_single(config) else len(group) for group in groups]
+    made = {size: as_submodel(full, size) for size in set(sizes)}
+    return [made[size] for size in sizes]
 
 
 def trainings(config: Experiment, run: Path | None = None) -> list[Training]:
     """The training stages, in the order of the pipeline; `run` is a folder whose corpus gives the exact rows."""
-    from disco.stages import starts_single
-
     full = _model_of(config, run)
-    groups = groups_of(num_experts(full), config.cluster.k or num_experts(full))
-    k, tune = len(groups), config.finetune
-    single, alike = with_experts(full, 1, 1), starts_single(config)
-    source = _Rows(config, run, k)
+    tune, models = config.finetune, submodel_models(config, full)
+    source = _Rows(config, run, len(models))
     cheap, big = config.hardware.train, config.hardware.finetune
     mode = "experts" if config.train.mode == "expert" else "all"
 
@@ -224,16 +224,10 @@ def trainings(config: Experiment, run: Path | None = None) -> list[Training]:
         )
 
     def pipeline(prefix: str) -> Iterator[Training]:
-        for index in range(k):
+        for index, model in enumerate(models):
             rows = source.submodel(prefix, index)
             yield training(
-                f"{prefix}train/{index}",
-                single if alike else as_submodel(full, len(groups[index])),
-                config.train,
-                rows,
-                cheap,
-                submodel=index,
-                trainable=mode,
+                f"{prefix}train/{index}", model, config.train, rows, cheap, submodel=index, trainable=mode
             )
         if tune.router_tokens:
             rows = source.mixed(tune, tune.router_tokens, 2)
@@ -243,8 +237,9 @@ def trainings(config: Experiment, run: Path | None = None) -> list[Training]:
 
     found = []
     if config.seed_phase.tokens:
+        begins = as_submodel(full, 1) if starts_single(config) else full
         rows = source.mixed(config.seed_phase, config.seed_phase.tokens, 1)
-        found.append(training("start", single if alike else full, config.seed_phase, rows, cheap))
+        found.append(training("start", begins, config.seed_phase, rows, cheap))
     found += pipeline("")
     if "joint" in config.baselines:
         section = tune.model_copy(update=config.joint.model_dump(exclude_none=True))
@@ -260,8 +255,6 @@ def _model_of(config: Experiment, run: Path | None) -> PretrainedConfig:
     """The full MoE: as configured, or as the run has it, whose tokenizer may have come out smaller."""
     if run is None or not (run / "start" / "config.json").exists():
         return planned_model(config)
-    from disco.start import full_config
-
     return full_config(config, run / "start")
 
 

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from disco.compare import Way, ways
 from disco.config import ConfigError, Experiment
-from disco.family import num_experts, with_experts
-from disco.plan import Forecast, Planner, Training, planned_model, together, trainings, weights_of
+from disco.family import num_experts
+from disco.plan import Forecast, Planner, Training, planned_model, submodel_models, together, trainings, weights_of
 from launch.estimate import cards_held, makespan, transfer_seconds
 from launch.spot import spot
 
@@ -99,7 +99,7 @@ def plan(
     return Plan(
         experiment=config.name,
         parameters=weights_of(full),
-        submodel_parameters=weights_of(with_experts(full, 1, 1)),
+        submodel_parameters=max(map(weights_of, submodel_models(config, full))),
         experts=num_experts(full),
         phases=tuple(phases),
         ways=tuple(compared),
@@ -144,7 +144,7 @@ def _transfers(
 ) -> dict[str, dict[str, float]]:
     """What is carried: packs to the cards, submodels back, the merged model to the big ones, checkpoints."""
     item = SIZES[config.model.dtype]
-    submodel, whole = (item * weights_of(model) for model in (with_experts(full, 1, 1), full))
+    submodel, whole = item * max(map(weights_of, submodel_models(config, full))), item * weights_of(full)
     token = 2 if full.vocab_size <= 1 << 16 else 4
     rows = max(training.labels for training in stages if training.submodel is not None) * token
     checkpoint = max(forecast.checkpoint_bytes for phase in phases for forecast in phase.forecasts)

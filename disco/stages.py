@@ -27,9 +27,8 @@ from disco.report import report
 from disco.router import FITS, initialise_router
 from disco.sources import local_files
 from disco.split import groups_of, split, write_submodel_note
-from disco.start import described_model, full_config, initial_model, locate
+from disco.start import described_model, full_config, initial_model, locate, starts_single
 from disco.train import curve_rows, joint_rows, mixed_rows, run_training, submodel_rows
-from disco.upcycle import identical_experts
 
 # Keys of the configuration that change how a stage runs, but not what comes out of it.
 NEUTRAL = {"log_every", "checkpoint_every"}
@@ -287,13 +286,6 @@ def merge_submodels(config: Experiment, prefix: str, out: Path) -> None:
         seed=config.seed,
         groups=[len(group) for group in groups_of(num_experts(described_model(config)), k)],
     )
-
-
-def starts_single(config: Experiment) -> bool:
-    """Whether the shared start is a single-expert model that every submodel begins from."""
-    if config.model.upcycle is not None and identical_experts(config.model.upcycle):
-        return not config.seed_phase.tokens or config.seed_phase.model != "full"
-    return config.model.source is None and config.seed_phase.tokens > 0 and config.seed_phase.model != "full"
 
 
 def clusters(config: Experiment) -> int:

@@ -23,7 +23,7 @@ from disco.checkpoint import (
 from disco.config import ConfigError, Experiment
 from disco.family import DENSE, FAMILIES, layout_of, num_experts, routed_like, top_k, with_experts
 from disco.split import NOTE, split
-from disco.upcycle import upcycle, upcycled_config
+from disco.upcycle import identical_experts, upcycle, upcycled_config
 
 if TYPE_CHECKING:
     from disco.corpus import Corpus
@@ -219,6 +219,13 @@ def described_model(config: Experiment) -> PretrainedConfig:
         raw = {"vocab_size": config.corpus.tokenizer.vocab_size} | config.model.config
         found = model_config(raw, dense=dense)
     return upcycled_config(found, config.model.upcycle) if dense else found
+
+
+def starts_single(config: Experiment) -> bool:
+    """Whether the shared start is a single-expert model that every submodel begins from."""
+    if config.model.upcycle is not None and identical_experts(config.model.upcycle):
+        return not config.seed_phase.tokens or config.seed_phase.model != "full"
+    return config.model.source is None and config.seed_phase.tokens > 0 and config.seed_phase.model != "full"
 
 
 def full_config(config: Experiment, start: Path) -> PretrainedConfig:
