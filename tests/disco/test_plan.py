@@ -109,7 +109,7 @@ def test_memory_says_what_fits_and_the_largest_micro_batch(tmp_path):
 
 def test_what_does_not_fit_says_by_how_much_and_takes_more_cards(tmp_path):
     table = tmp_path / "table.yaml"
-    table.write_text("rtx4090: {memory_gb: 0.0006}\na100: {memory_gb: 0.00001}\n")
+    table.write_text("rtx4090: {memory_gb: 0.00001}\na100: {memory_gb: 0.00001}\n")
     config = paper_like(tmp_path, hardware={"table": str(table)})
     found = plan(config, cards=4)
     assert not any(forecast.fits for phase in found.phases for forecast in phase.forecasts)
