@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,8 +26,9 @@ GRACE_SECONDS = 10.0  # between the request to stop and the end
 
 def scripts(config: Experiment, steps: list[Step], experiment: Path) -> dict[str, str]:
     """A script a step, and one that runs them all."""
-    files = {f"{step.name}.sh": step_script(step, experiment) for step in steps}
     slots = device_slots(config)
+    share = [f"launch.parallel={len(slots)}"]  # of the CPU cores, among processes side by side
+    files = {f"{step.name}.sh": step_script(step, experiment, share if step.stage else ()) for step in steps}
     submodels = [step.name for step in steps if step.stage]
     devices = " ".join(shlex.quote(slot) for slot in slots)
     pin = (
@@ -47,8 +49,9 @@ def scripts(config: Experiment, steps: list[Step], experiment: Path) -> dict[str
     return files
 
 
-def step_script(step: Step, experiment: Path) -> str:
-    return script([f"exec {shlex.join(step.command(str(experiment)))}"], about=step.about, folder=Path.cwd())
+def step_script(step: Step, experiment: Path, overrides: Sequence[str] = ()) -> str:
+    command = shlex.join([*step.command(str(experiment)), *overrides])
+    return script([f"exec {command}"], about=step.about, folder=Path.cwd())
 
 
 def device_slots(config: Experiment) -> list[str]:

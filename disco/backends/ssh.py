@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import shlex
+import shutil
 import socket
 import threading
 import time
@@ -108,6 +109,9 @@ def slots_of(config: Experiment, needed: int) -> list[Slot]:
     """Ask every host what it has. Raises ConfigError naming all that cannot be used, before any work."""
     section, processes = config.launch.ssh, config.train.processes
     hosts = _hosts(config)
+    for program in ("ssh", "rsync"):
+        if shutil.which(program) is None:
+            raise ConfigError(f"--on ssh: {program} is not on this machine: install it")
 
     def ask(host: Remote) -> ssh.Abilities | str:
         try:

@@ -246,7 +246,7 @@ def test_a_packed_submodel_trains_elsewhere_to_the_same_weights(finished, tmp_pa
         pack.collect(reseeded, result)
 
 
-@pytest.mark.parametrize("what", ["missing", "garbage", "escape", "not a result", "edited"])
+@pytest.mark.parametrize("what", ["missing", "garbage", "escape", "link", "hard link", "not a result", "edited"])
 def test_bad_results_are_refused(finished, tmp_path, what):
     result = tmp_path / "bad.tar"
     if what == "garbage":
@@ -257,6 +257,11 @@ def test_bad_results_are_refused(finished, tmp_path, what):
                 info = tarfile.TarInfo("../../escaped")
                 info.size = 4
                 tar.addfile(info, io.BytesIO(b"evil"))
+            elif "link" in what:
+                info = tarfile.TarInfo("root/submodel")
+                info.type = tarfile.SYMTYPE if what == "link" else tarfile.LNKTYPE
+                info.linkname = "../../../../outside"
+                tar.addfile(info)
             elif what == "not a result":
                 tar.add(finished.folder / "cluster", arcname="cluster")
             else:

@@ -56,6 +56,8 @@ def test_each_slot_has_its_own_devices(tmp_path, monkeypatch, count, visible, pr
     text = local.scripts(config, plan(config), tmp_path / "experiment.yaml")[local.START]
     assert ("CUDA_VISIBLE_DEVICES" in text) == (count > 0)
     assert f"-P {len(slots)} " in text
+    one = local.scripts(config, plan(config), tmp_path / "experiment.yaml")["train-0.sh"]
+    assert f" launch.parallel={len(slots)}\n" in one
 
 
 def test_too_few_devices_are_refused(tmp_path, monkeypatch):

@@ -77,6 +77,9 @@ def test_all_unusable_hosts_are_named_before_any_work(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="away: connection refused"):
         launch(config, "ssh", dry_run=False, console=Console(file=io.StringIO()))
     assert not (config.folder / "prepare").exists()
+    monkeypatch.setattr(backend.shutil, "which", lambda name: None if name == "rsync" else name)
+    with pytest.raises(ConfigError, match="rsync is not on this machine"):
+        backend.slots_of(config, 0)
     with pytest.raises(ConfigError, match="launch.ssh.hosts is empty"):
         launch(experiment(tmp_path), "ssh", dry_run=True, console=Console(file=io.StringIO()))
 
