@@ -114,7 +114,7 @@ class ShardedExperts(MoE):
             run.begin(self.training)
         step = run.current
         load_NE = run.gather_load(self, chosen_TK, step)
-        ticket = step.use_ticket(self.index) if torch.is_grad_enabled() else None
+        token, ticket = step.take_ticket(self.index) if torch.is_grad_enabled() else (None, None)
         run.start(step, self.index)
         started = time.perf_counter()
         layout = step.layouts[self.index]
@@ -125,8 +125,7 @@ class ShardedExperts(MoE):
         x_RH = Dispatch.apply(hidden_TH.to(self.shard.dtype), flow, run.tokens, self.name)
         if not recomputing and run.delay_reshard and torch.is_grad_enabled():
             # Made before this layer's compute, so that backward comes to it after this layer's compute.
-            step.ticket(self.index + 1)
-        token = ticket.token if ticket is not None else x_RH.new_zeros(())
+            step.prepare(self.index + 1)
         y_RH = Compute.apply(x_RH, token, self, step, flow.slot_rows, ticket)
         y_PH = Combine.apply(y_RH, flow, run.tokens, self.name)
         y_TKH = y_PH.view(*chosen_TK.shape, y_PH.shape[1])
@@ -154,7 +153,8 @@ class Compute(torch.autograd.Function):
             run.rebuilder.hold(key, flat)
         else:
             run.rebuilder.free(flat)
-        ctx.save_for_backward(x_RH, up_R2F, torch.tensor(step.version))
+            step.open += any(ctx.needs_input_grad)
+        ctx.save_for_backward(x_RH, up_R2F)
         ctx.layer, ctx.step, ctx.slot_rows, ctx.ticket = layer, step, slot_rows, ticket
         return y_RH
 
@@ -163,12 +163,8 @@ class Compute(torch.autograd.Function):
     def backward(ctx, grad_RH: Tensor):
         layer, step = ctx.layer, ctx.step
         run = layer.runtime
-        x_RH, up_R2F, version = ctx.saved_tensors
-        if int(version) != step.version:
-            raise RuntimeError(
-                f"{layer.name}: the layout changed between the forward pass and its recomputation: with activation "
-                "checkpointing, call backward before the next forward pass"
-            )
+        x_RH, up_R2F = ctx.saved_tensors
+        step.open = max(0, step.open - 1)
         run.start(step, layer.index)
         run.prefetch(step, layer.index, -1)
         flat = run.rebuilder.take(step.key(layer.index))

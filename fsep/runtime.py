@@ -6,6 +6,7 @@ Shapes: L layers, N ranks, E experts, P copies.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -54,18 +55,18 @@ class Record(NamedTuple):
 
 
 class Ticket:
-    """Leads the gradient of one layer's experts to its parameter: ``token`` stands for the experts in autograd.
+    """Leads the gradient of one layer's experts to its parameter."""
+
+    resharding: Resharding | None = None
+
+
+class Arrival(torch.autograd.Function):
+    """Turns a shard and a ticket into a token [] that stands for the experts in autograd.
 
     The parameter's gradient is waited for when backward comes to the token's node: autograd runs nodes in the
-    reverse order of their making, so the earlier a ticket is made the longer its exchange may take unnoticed.
+    reverse order of their making, so the earlier a token is made the longer its exchange may take unnoticed.
     """
 
-    def __init__(self, shard_ES: Tensor) -> None:
-        self.resharding: Resharding | None = None
-        self.token = _Arrival.apply(shard_ES, self)
-
-
-class _Arrival(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shard_ES: Tensor, ticket: Ticket) -> Tensor:
         ctx.ticket, ctx.dtype = ticket, shard_ES.dtype
@@ -79,29 +80,30 @@ class _Arrival(torch.autograd.Function):
 
 
 class Pass:
-    """One forward pass of the model and its backward, under one set of layouts."""
+    """One forward pass of the model and its backward, under one set of layouts.
+
+    ``open`` counts the layers that were computed and whose backward has yet to come.
+    """
 
     def __init__(self, run: Runtime, version: int, layouts: list[Layout], placements: list[Placement]) -> None:
         self.version, self.layouts, self.placements = version, layouts, placements
+        self.open = 0
         self._shards = [layer.shard for layer in run.layers]
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: dict[int, tuple[Tensor, Ticket]] = {}
 
     def key(self, index: int) -> tuple[int, int]:
         return index, self.version
 
-    def ticket(self, index: int) -> Ticket | None:
-        """The layer's ticket, made where there is none yet; None for a frozen layer or one past the last."""
-        if index >= len(self._shards) or not self._shards[index].requires_grad:
-            return None
-        if index not in self._tickets:
-            self._tickets[index] = Ticket(self._shards[index])
-        return self._tickets[index]
+    def prepare(self, index: int) -> None:
+        """Make the token of a layer that is yet to come, unless it is frozen or there is none."""
+        if index < len(self._shards) and self._shards[index].requires_grad and index not in self._tickets:
+            ticket = Ticket()
+            self._tickets[index] = Arrival.apply(self._shards[index], ticket), ticket
 
-    def use_ticket(self, index: int) -> Ticket | None:
-        """The layer's ticket, for good: the next call gets another."""
-        ticket = self.ticket(index)
-        self._tickets.pop(index, None)
-        return ticket
+    def take_ticket(self, index: int) -> tuple[Tensor | None, Ticket | None]:
+        """The layer's token and ticket, for good; None for a frozen layer."""
+        self.prepare(index)
+        return self._tickets.pop(index, (None, None))
 
 
 class Runtime:
@@ -128,6 +130,7 @@ class Runtime:
         self.records: dict[int, Record] = {}
         self._loads: dict[int, np.ndarray] = {}
         self.current: Pass | None = None
+        self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()  # gone with the graph that holds them
         self._digest: Tensor | None = None
 
     def begin(self, training: bool) -> None:
@@ -136,10 +139,11 @@ class Runtime:
         if training and len(self._loads) == len(self.layers):
             self.planner.observe(np.stack([self._loads[index] for index in range(len(self.layers))]))
         self._loads.clear()
-        layouts = list(self.planner.layouts)
-        before = self.current
-        if before is not None and all(new is old for new, old in zip(layouts, before.layouts, strict=True)):
-            self.current = Pass(self, before.version, layouts, before.placements)
+        layouts, before = list(self.planner.layouts), self.current
+        if any(other.open for other in self._passes):
+            layouts = before.layouts  # a checkpointed layer may yet be recomputed, and has to be as it was
+        if before is not None and list(map(id, layouts)) == list(map(id, before.layouts)):
+            self._enter(Pass(self, before.version, layouts, before.placements))
             return
         self._check_layouts(layouts)
         known = {} if before is None else dict(zip(map(id, before.layouts), before.placements, strict=True))
@@ -151,7 +155,11 @@ class Runtime:
             placements.append(known[id(layout)])
         digest = hashlib.blake2b(b"".join(layout.digest() for layout in layouts), digest_size=8).digest()
         self._digest = torch.from_numpy(np.frombuffer(digest, np.int64).copy()).to(device)
-        self.current = Pass(self, 0 if before is None else before.version + 1, layouts, placements)
+        self._enter(Pass(self, 0 if before is None else before.version + 1, layouts, placements))
+
+    def _enter(self, step: Pass) -> None:
+        self.current = step
+        self._passes.add(step)
 
     def gather_load(self, layer: ShardedExperts, chosen_TK: Tensor, step: Pass) -> np.ndarray:
         """[N, E] int64, equal on all ranks. The first layer also compares the ranks' layouts.

@@ -63,6 +63,7 @@ def few_cases():
         "refused": refused(),
         "frozen": frozen(),
         "evaluation": evaluation(),
+        "late backward": late_backward(),
     }
 
 
@@ -313,6 +314,35 @@ def evaluation():
     return {"logits": worst, "heard": heard, "then": len(counts), "tokens": [int(c.sum()) for c in counts]}
 
 
+def late_backward():
+    """Two forward passes, then both backwards, with recomputation; and what lives on after ten ordinary steps."""
+    import gc
+
+    rank, ranks = rank_and_size()
+    model, dense = attached("mixtral"), tiny_model("mixtral", experts=EXPERTS).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    run = sharded_layers(model)[0].runtime
+    losses, wanted = [], []
+    for step in range(3):
+        ids, begin = sequences(step, ranks)
+        losses.append(loss_of(model, ids[begin[rank] : begin[rank + 1]], 1))
+        wanted.append(loss_of(dense, ids, 1))
+    held = run.current.version
+    losses[1].backward()
+    loss_of(model, ids[begin[rank] : begin[rank + 1]], 1)
+    (losses[0] + losses[2]).backward()
+    sum(wanted).backward()
+    reference = dense.model.layers[0].mlp.experts
+    gradients = (reference.gate_up_proj.grad, reference.down_proj.grad)
+    layer = sharded_layers(model)[0]
+    worst = difference(layer.shard.grad, slice_of(*gradients, layer.shard.shape))
+    losses.clear()
+    for step in range(10):
+        loss_of(model, sequences(step, ranks)[0], 1).backward()
+    gc.collect()
+    return {"gradient": worst, "held": held, "moved": run.current.version - held, "alive": len(run._passes)}
+
+
 # --- the tests ---
 
 
@@ -376,6 +406,14 @@ def test_all_families_stages_and_sizes(ranks, tmp_path):
 )
 def test_refusals_say_what_and_why(two, case, words):
     assert all(words in found["refused"].get(case, "nothing") for found in two)
+
+
+def test_layouts_wait_for_backward_and_nothing_is_leaked(two):
+    for found in two:
+        case = found["late backward"]
+        assert case["gradient"] < ROUNDING
+        assert case["held"] == 0 and case["moved"] >= 9
+        assert case["alive"] <= 2
 
 
 def test_frozen_experts(two):
