@@ -213,6 +213,27 @@ def plan(
         _say(f"written: {as_json}")
 
 
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="model folder")],
+    text: Annotated[str, typer.Argument(help="text to continue")],
+    tokens: Annotated[int, typer.Option(help="new tokens at most")] = 50,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token")] = 0.0,
+    seed: Annotated[int, typer.Option(help="of what is drawn")] = 0,
+) -> None:
+    """Continue a text, and show which experts served the new tokens."""
+    from disco.generate import generate
+
+    found = generate(checkpoint, text, tokens=tokens, temperature=temperature, seed=seed)
+    _say(text + found.text)
+    layers, experts = found.counts_LE.shape
+    if experts > 1:
+        table = Table("MoE layer", *(f"expert {e}" for e in range(experts)))
+        for layer, counts_E in enumerate(found.counts_LE):
+            table.add_row(str(layer), *(f"{count / counts_E.sum():.0%}" for count in counts_E))
+        console.print(table)
+
+
 @app.command("import-llama-moe")
 def import_llama_moe(
     source: Annotated[Path, typer.Argument(help="folder of a LLaMA-MoE v1 checkpoint (safetensors)")],

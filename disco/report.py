@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from disco import sections
+from disco.card import write_card
 from disco.config import Experiment
 from disco.findings import Run, gather, headline
 from disco.page import Block, Code, Heading, Picture, to_html, to_markdown
@@ -11,18 +12,20 @@ PICTURES = "pictures"
 
 
 def report(config: Experiment, run: Path, out: Path) -> None:
-    """Write report.html and report.md into `out`, from the run folder alone.
+    """Write report.html and report.md into `out`, and the model card into the last model's folder.
 
     Pieces that the run does not have (no baseline, no clusters, no curve) leave a sentence in their place.
     Raises ArtifactError where the evaluation is missing or damaged.
     """
-    content = blocks(gather(config, run))
+    found = gather(config, run)
+    content = blocks(found)
     (out / PICTURES).mkdir(exist_ok=True)
     for block in content:
         if isinstance(block, Picture):
             (out / PICTURES / block.name).write_bytes(block.data)
     (out / "report.html").write_text(to_html(f"{config.name}: DisCo report", content), encoding="utf-8")
     (out / "report.md").write_text(to_markdown(content, PICTURES), encoding="utf-8")
+    write_card(found)
 
 
 def blocks(run: Run) -> list[Block]:
