@@ -51,6 +51,7 @@ class Config(_Section):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
     no_decay: tuple[str, ...] = Field(default=(), description="patterns of what is not decayed")
+    fused: bool | None = Field(default=None, description="torch's fused AdamW; None: on GPUs")
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(default=0, ge=0, description="applied updates of linear warm-up")
     total_steps: int | None = Field(default=None, gt=0, description="applied updates at which the decay ends")

@@ -40,8 +40,9 @@ def make_groups(always_on: Sequence[Piece], blocks: Iterable[Block], config: Con
 
 
 def adamw(groups: Sequence[Group], parameters: Sequence[Sequence[torch.Tensor]], config: Config):
-    """torch's AdamW over `parameters` [group][piece]; fused on GPUs, where the plain one needs temporaries."""
-    fused = True if parameters[0][0].is_cuda else None
+    """torch's AdamW over `parameters` [group][piece]; fused on GPUs unless the config says otherwise: the plain
+    one needs temporaries."""
+    fused = config.fused if config.fused is not None else True if parameters[0][0].is_cuda else None
     return torch.optim.AdamW(
         [
             {"params": list(tensors), "weight_decay": group.weight_decay}

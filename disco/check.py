@@ -11,13 +11,14 @@ from transformers import PretrainedConfig
 from disco import artifacts
 from disco.checkpoint import expected
 from disco.config import ConfigError, Experiment, Optimizer
+from disco.descent import blocks_of, with_stay
 from disco.family import as_submodel, num_experts, top_k, with_experts
 from disco.sources import check_sources
 from disco.split import groups_of
-from disco.stages import clusters, starts_single, submodel_renormalize
+from disco.stages import clusters, joint_section, starts_single, submodel_renormalize
 from disco.start import described_model
 from disco.tokenizer import check_tokenizer
-from disco.train import price_of
+from disco.train import budget, price_of, updates
 from launch.tracking import need
 
 
@@ -46,6 +47,7 @@ def check(config: Experiment, trained_here: Collection[str] = ("seed_phase", "tr
                     f"launch.nodes is {nodes} but nothing starts processes on them: disco launch --on slurm does, "
                     "or set launch.node_command to what runs a command on each"
                 )
+    _check_blocks(config, full)
     for stage in ("train", "finetune", "other"):
         try:
             price_of(config, getattr(config.hardware, stage))
@@ -132,6 +134,35 @@ def _check_devices(name: str, section: Optimizer, nodes: int) -> None:
         )
     if section.precision == "bf16" and gpus and not torch.cuda.is_bf16_supported():
         raise ConfigError(f"{name}.precision is bf16, which this GPU does not have: set {name}.precision=fp32")
+
+
+def _check_blocks(config: Experiment, full: PretrainedConfig) -> None:
+    """Of every stage that descends on blocks: that they suit its model, and that each gets its turn."""
+    single, part = as_submodel(full, 1), groups_of(num_experts(full), clusters(config))[0]
+    submodel = as_submodel(full, len(part), submodel_renormalize(config))
+    share = None if config.train.tokens is None else max(1, config.train.tokens // clusters(config))
+    trainable = "experts" if config.train.mode == "expert" else "all"
+    stages: list[tuple[str, Optimizer, PretrainedConfig, int | None, str]] = [
+        (
+            "seed_phase",
+            config.seed_phase,
+            single if starts_single(config) else full,
+            config.seed_phase.tokens,
+            "all",
+        ),
+        ("train (a submodel)", config.train, submodel, share, trainable),
+        ("finetune", config.finetune, full, config.finetune.tokens, "all"),
+    ]
+    if "joint" in config.baselines:
+        stages.append(("joint", joint_section(config), full, None, "all"))
+    for name, section, model, tokens, what in stages:
+        if section.optimizer != "bcd" or tokens == 0:
+            continue
+        if tokens is None:
+            blocks_of(config.bcd, section, model, what)
+        else:
+            made = updates(budget(tokens, 0, section, config.corpus.sequence_length), section)
+            with_stay(config.bcd, section, model, made, place=name, trainable=what)
 
 
 def _disk(config: Experiment, full) -> int:

@@ -1,7 +1,8 @@
 """The experiment file: one YAML, unknown keys refused, every section frozen.
 
-Sections follow the data: model, corpus, cluster, seed_phase, train, merge, finetune, evaluate, baselines; and
-tracking, hardware, launch, which change nothing in the weights. Defaults are the recommended values.
+Sections follow the data: model, corpus, cluster, seed_phase, train, merge, finetune, evaluate, baselines; bcd for
+the stages that use it; and tracking, hardware, launch, which change nothing in the weights. Defaults are the
+recommended values.
 """
 
 import difflib
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from disco.block_descent import BlockDescent
 from disco.launching import Launch
 from disco.schema import BelowOne, ConfigError, Positive, Section, Share, Tokens
 
@@ -152,8 +154,11 @@ class Cluster(Section):
 
 
 class Optimizer(Section):
-    """What every training stage has; AdamW with decoupled weight decay."""
+    """What every training stage has; AdamW with decoupled weight decay, on all parameters or a block at a time."""
 
+    optimizer: Literal["adamw", "bcd"] = Field(
+        "adamw", description="bcd: block coordinate descent, see section bcd; all parameters, memory of a part"
+    )
     batch_size: Positive = Field(16, description="sequences in a global batch")
     micro_batch_size: Positive | None = Field(None, description="sequences a device at once; all if absent")
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
@@ -210,7 +215,22 @@ class Train(Optimizer):
         description="positions over all submodels, shared by cluster size; null = one pass. The one dial: seed "
         "phase and fine-tuning follow it unless they are set",
     )
-    mode: Literal["full", "expert"] = Field("full", description="expert: the shared part is frozen")
+    mode: Literal["full", "expert", "bcd"] = Field(
+        "full", description="expert: the shared part is frozen; bcd: full, with optimizer: bcd"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mode_and_optimizer(cls, raw: Any) -> Any:
+        """mode: bcd and optimizer: bcd say the same unless the mode is expert; both are set."""
+        if not isinstance(raw, dict):
+            return raw
+        mode, optimizer = raw.get("mode"), raw.get("optimizer")
+        if mode == "bcd" and optimizer not in (None, "bcd"):
+            raise ValueError(f"mode is 'bcd' but optimizer is {optimizer!r}: set mode=full, or leave optimizer out")
+        if mode == "bcd":
+            return raw | {"optimizer": "bcd"}
+        return raw | {"mode": "bcd"} if optimizer == "bcd" and mode in (None, "full") else raw
 
 
 class Merge(Section):
@@ -242,6 +262,7 @@ class Finetune(Optimizer):
 class Joint(Section):
     """What the joint baseline does differently from `finetune`, whose settings it takes otherwise."""
 
+    optimizer: Literal["adamw", "bcd"] | None = None
     learning_rate: Annotated[float, Field(gt=0)] | None = Field(
         None, description="absent = the highest of the stages' from scratch, finetune's from a checkpoint"
     )
@@ -290,6 +311,7 @@ class Experiment(Section):
     cluster: Cluster = Cluster()
     seed_phase: SeedPhase = SeedPhase()
     train: Train = Train()
+    bcd: BlockDescent = BlockDescent()
     merge: Merge = Merge()
     finetune: Finetune = Finetune()
     evaluate: Evaluate = Evaluate()

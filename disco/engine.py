@@ -10,7 +10,8 @@ from torch import nn
 
 from disco.artifacts import ArtifactError
 from disco.checkpoint import expected
-from disco.config import Optimizer
+from disco.config import BlockDescent, Optimizer
+from disco.descent import engine_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,8 +38,9 @@ def start_process_group() -> tuple[int, int, torch.device]:
     return dist.get_rank(), dist.get_world_size(), device
 
 
-def make_engine(model: nn.Module, section: Optimizer):
-    """Wrap `model` in a DeepSpeed engine; its parameters that require grad are trained with AdamW.
+def make_engine(model: nn.Module, section: Optimizer, blocks: BlockDescent | None = None, seed: int = 0):
+    """Wrap `model` in an engine; its parameters that require grad are trained with AdamW: by DeepSpeed all at
+    once, or with `blocks` by bcd on DeepSpeed a block at a time.
 
     Weight decay touches matrices only. The engine averages gradients over processes and micro-batches.
     """
@@ -47,35 +49,40 @@ def make_engine(model: nn.Module, section: Optimizer):
     # Compiling the shared-memory collective takes a minute and serves only many ranks of one host.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("WARNING")
+    settings = {
+        "train_micro_batch_size_per_gpu": section.micro_batch,
+        "gradient_accumulation_steps": section.accumulation,
+        "gradient_clipping": section.clip,
+        "zero_optimization": {"stage": section.zero_stage},
+        "bf16": {"enabled": section.precision == "bf16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31,
+        "wall_clock_breakdown": False,
+    }
+    if blocks is None:
+        engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model, section), config=settings)
+    else:
+        import bcd
+
+        engine = bcd.initialize(model=model, config=engine_config(blocks, section, model, seed), ds_config=settings)
+    if section.zero_stage == 3:
+        deepspeed.zero.register_external_parameter(model, model.model.get_output_embeddings().weight)
+    return engine
+
+
+def _adamw(model: nn.Module, section: Optimizer) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": section.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(
+    return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=section.learning_rate,
         betas=section.betas,
         fused=section.zero_stage == 0 and section.precision == "fp32",
     )
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        config={
-            "train_micro_batch_size_per_gpu": section.micro_batch,
-            "gradient_accumulation_steps": section.accumulation,
-            "gradient_clipping": section.clip,
-            "zero_optimization": {"stage": section.zero_stage},
-            "bf16": {"enabled": section.precision == "bf16"},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "steps_per_print": 2**31,
-            "wall_clock_breakdown": False,
-        },
-    )
-    if section.zero_stage == 3:
-        deepspeed.zero.register_external_parameter(model, model.model.lm_head.weight)
-    return engine
 
 
 def load_model(folder: Path, dtype: str, experts: str) -> nn.Module:

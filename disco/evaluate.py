@@ -71,8 +71,11 @@ def losses(
     for begin in range(0, len(rows), batch_size):
         indices = np.arange(begin, min(len(rows), begin + batch_size))
         batch = {name: tensor.to(device) for name, tensor in rows.batch(indices).items()}
-        hidden = model.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)[0]
-        loss_N = token_losses(hidden.flatten(0, 1), model.lm_head.weight, batch["labels"].flatten(), chunk)
+        hidden = model.base_model(
+            input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
+        )[0]
+        head = model.get_output_embeddings().weight
+        loss_N = token_losses(hidden.flatten(0, 1), head, batch["labels"].flatten(), chunk)
         document_N = rows.documents(indices).ravel()
         kept_N = document_N >= 0
         of_document = document_N[kept_N]

@@ -261,7 +261,9 @@ def routed_like(config: PretrainedConfig, full: PretrainedConfig) -> PretrainedC
 
 
 def moe_blocks(model: torch.nn.Module) -> list[MoeBlock]:
-    """Router and experts of each MoE layer, front to back; dense layers are left out."""
+    """Router and experts of each MoE layer, front to back; dense layers are left out, and so are dense models."""
+    if not hasattr(model.config, "num_experts_per_tok"):
+        return []
     family = family_of(model.config)
     name_of_block = re.compile(rf"(?:.*\.)?layers\.(\d+)\.{family.block}")
     blocks = []

@@ -192,10 +192,29 @@ def _caveats(run: Run) -> list[Block]:
     used, rows = (run.results.get("validation", {}).get(key) for key in ("rows_used", "rows"))
     if used and rows and used < rows:
         notes.append(f"Evaluated on {used} of {rows} validation rows (evaluate.max_rows).")
+    notes.append(optimizers(run.config))
     errors = "± is two standard errors over the held-out documents; it knows nothing of other seeds. "
     known = errors if run.results.get("differences") else ""
     notes.append(f"{known}One seed ({run.config.seed}): small differences may be chance.")
     return [Text(note, "note") for note in notes]
+
+
+def optimizers(config: Experiment) -> str:
+    """Which optimizer each training stage used, in a sentence."""
+    used = {"submodels": config.train.optimizer}
+    if config.seed_phase.tokens:
+        used = {"seed phase": config.seed_phase.optimizer} | used
+    if config.finetune.tokens:
+        used["fine-tuning"] = config.finetune.optimizer
+    if "joint" in config.baselines:
+        used["joint training"] = config.joint.optimizer or config.finetune.optimizer
+    descended = [name for name, optimizer in used.items() if optimizer == "bcd"]
+    if not descended:
+        return "Trained with AdamW throughout."
+    others = [name for name in used if name not in descended]
+    how = f"order {config.bcd.order}, {config.bcd.active_blocks} at a time, state {config.bcd.state}"
+    rest = f"; {', '.join(others)} with AdamW" if others else ""
+    return f"Trained by block coordinate descent: {', '.join(descended)} (bcd: {how}){rest}."
 
 
 def loss(value: float | None) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from disco.artifacts import SCRATCH, ArtifactError, write_json
-from disco.config import Optimizer, Section, Tracking
+from disco.config import BlockDescent, Optimizer, Section, Tracking
 
 JOB = "job.json"
 EVERYWHERE = "--everywhere"
@@ -44,6 +44,7 @@ class Job(Section):
     validation: str | None = None
     validate_at: list[int] = []
     section: Optimizer
+    bcd: BlockDescent | None = None
     trainable: Literal["all", "experts", "router"] = "all"
     aux_loss: float = 0.0
     z_loss: float = 0.0

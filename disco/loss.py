@@ -97,7 +97,7 @@ class LossOutput(ModelOutput):
 
 
 class CausalLoss(nn.Module):
-    """A Hugging Face causal MoE with the project's loss.
+    """A Hugging Face causal language model, MoE or dense, with the project's loss.
 
     loss = [ sum CE + aux * sum_t balance_t + z * sum_t z_t ] / tokens, where `tokens` is the number of labels in
     the *global* batch, so that neither gradient accumulation nor the world size changes it.
@@ -133,10 +133,10 @@ class CausalLoss(nn.Module):
         """input_ids, position_ids, labels [B, S], labels aligned (labels[b, s] follows position s)."""
         self._routed.clear()
         self._capture = self.route
-        hidden = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0]
+        hidden = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0]
         self._capture = False
         labels_N = labels.reshape(-1)
-        head = self.model.lm_head.weight
+        head = self.model.get_output_embeddings().weight
         ce = chunked_cross_entropy(hidden.reshape(-1, hidden.shape[-1]), head, labels_N, self.chunk)
         loss = ce
         balance = z = counts_LE = None

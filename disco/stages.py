@@ -17,7 +17,7 @@ import numpy as np
 from disco import artifacts
 from disco.checkpoint import identity
 from disco.cluster import assignments, cluster
-from disco.config import Experiment, Section
+from disco.config import Experiment, Finetune, Optimizer, Section
 from disco.corpus import Corpus, prepare
 from disco.evaluate import evaluate
 from disco.family import num_experts
@@ -84,7 +84,7 @@ def _start(config: Experiment) -> Iterator[Stage]:
         yield Stage(
             "start",
             ("prepare", "initial"),
-            _dump(phase),
+            _training(config, phase),
             lambda out: run_training(
                 config,
                 out,
@@ -126,7 +126,7 @@ def _disco(config: Experiment, prefix: str, method: str | None) -> Iterator[Stag
         yield Stage(
             f"{prefix}train/{submodel}",
             ("prepare", f"{prefix}cluster", begins_from(config, submodel)),
-            {"train": _dump(config.train), "submodel": submodel},
+            {"train": _training(config, config.train), "submodel": submodel},
             lambda out, submodel=submodel: train_submodel(config, prefix, submodel, out),
             trains=True,
         )
@@ -138,25 +138,20 @@ def _disco(config: Experiment, prefix: str, method: str | None) -> Iterator[Stag
         lambda out: merge_submodels(config, prefix, out),
     )
     last = f"{prefix}merge"
-    for name, positions, trainable, salt in (
-        ("finetune_router", tune.router_tokens, "router", 2),
-        ("finetune", tune.tokens, "all", 3),
+    # Routers are smaller than a block: blocks would save nothing.
+    router = tune.model_copy(update={"optimizer": "adamw"})
+    for name, section, positions, trainable, salt in (
+        ("finetune_router", router, tune.router_tokens, "router", 2),
+        ("finetune", tune, tune.tokens, "all", 3),
     ):
         if not positions:
             continue
         yield Stage(
             f"{prefix}{name}",
             ("prepare", last),
-            _dump(tune),
-            lambda out, name=name, begin=last, positions=positions, trainable=trainable, salt=salt: run_training(
-                config,
-                out,
-                phase=f"{prefix}{name}",
-                section=tune,
-                model=run / begin,
-                rows=mixed_rows(config, _corpus(config), tune, positions, salt),
-                validation=curve_rows(config, _corpus(config)),
-                trainable=trainable,
+            _training(config, section),
+            functools.partial(
+                tune_model, config, f"{prefix}{name}", section, run / last, positions, trainable, salt
             ),
             trains=True,
         )
@@ -184,17 +179,16 @@ def _joint(config: Experiment) -> Iterator[Stage]:
             {"model": _model(config)[0]},
             lambda out: initial_model(config, _corpus(config), out, single_expert=False),
         )
-    changed = {"learning_rate": joint_rate(config)} | config.joint.model_dump(exclude_none=True)
-    section = config.finetune.model_copy(update=changed)
+    section = joint_section(config)
     phases = {
         "seed_phase": _dump(config.seed_phase),
         "train": _dump(config.train),
-        "finetune": _dump(config.finetune),
+        "finetune": _training(config, config.finetune),
     }
     yield Stage(
         "baselines/joint",
         ("prepare", "cluster", begin),
-        phases | {"joint": changed},
+        phases | {"joint": _training(config, section)},
         lambda out: run_training(
             config,
             out,
@@ -206,6 +200,12 @@ def _joint(config: Experiment) -> Iterator[Stage]:
         ),
         trains=True,
     )
+
+
+def joint_section(config: Experiment) -> Optimizer:
+    """How the joint baseline is trained: as fine-tuning, but for what section `joint` says."""
+    changed = {"learning_rate": joint_rate(config)} | config.joint.model_dump(exclude_none=True)
+    return config.finetune.model_copy(update=changed)
 
 
 def joint_rate(config: Experiment) -> float:
@@ -256,6 +256,29 @@ def packed_file(run: Path, submodel: int) -> Path:
 
 def begins_from(config: Experiment, submodel: int) -> str:
     return "start" if starts_single(config) else f"split/{submodel}"
+
+
+def tune_model(
+    config: Experiment,
+    phase: str,
+    section: Finetune,
+    begin: Path,
+    positions: int,
+    trainable: str,
+    salt: int,
+    out: Path,
+) -> None:
+    """Train the router, or everything, of the merged model in `begin` on the whole corpus."""
+    run_training(
+        config,
+        out,
+        phase=phase,
+        section=section,
+        model=begin,
+        rows=mixed_rows(config, _corpus(config), section, positions, salt),
+        validation=curve_rows(config, _corpus(config)),
+        trainable=trainable,
+    )
 
 
 def merge_submodels(config: Experiment, prefix: str, out: Path) -> None:
@@ -321,3 +344,8 @@ def _corpus(config: Experiment) -> Corpus:
 
 def _dump(section: Section) -> dict:
     return section.model_dump(mode="json", exclude=NEUTRAL)
+
+
+def _training(config: Experiment, section: Optimizer) -> dict:
+    """What a training stage depends on: its section, and how blocks are descended on where it does."""
+    return _dump(section) | ({"bcd": _dump(config.bcd)} if section.optimizer == "bcd" else {})

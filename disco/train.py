@@ -11,9 +11,10 @@ import numpy as np
 
 from disco import billing
 from disco.artifacts import SCRATCH
-from disco.checkpoint import copy_side_files
+from disco.checkpoint import copy_side_files, load_config
 from disco.config import ConfigError, Experiment, Finetune, Optimizer
 from disco.corpus import Corpus
+from disco.descent import with_stay
 from disco.job import Job, Price, run_job
 from disco.packing import Rows, pack
 from launch import hardware
@@ -83,8 +84,7 @@ def curve_rows(config: Experiment, corpus: Corpus) -> Rows:
 
 def curve_points(config: Experiment, rows: Rows, section: Optimizer) -> list[int]:
     """Steps after which the validation loss is taken: evenly spaced, the last step among them."""
-    steps = -(-len(rows) // section.batch_size)
-    points = np.linspace(0, steps, config.evaluate.curve_points + 1)[1:]
+    points = np.linspace(0, updates(len(rows), section), config.evaluate.curve_points + 1)[1:]
     return sorted({max(1, round(point)) for point in points})
 
 
@@ -92,6 +92,11 @@ def price_of(config: Experiment, priced_as: str) -> Price:
     """What a device-hour of a stage costs, from the hardware table."""
     device = hardware.lookup(priced_as, hardware.load(config.hardware.table))
     return Price(priced_as=device.name, dollars_per_hour=device.rate(), source=device.source, as_of=device.as_of)
+
+
+def updates(rows: int, section: Optimizer) -> int:
+    """Updates that a stage makes with so many rows."""
+    return -(-rows // section.batch_size)
 
 
 def threads_of(config: Experiment, section: Optimizer, side_by_side: int) -> int:
@@ -117,6 +122,10 @@ def run_training(
     work = out / SCRATCH
     work.mkdir(exist_ok=True)
     rows.save(work / "rows.npz")
+    blocks = None
+    if section.optimizer == "bcd":
+        made = updates(len(rows), section)
+        blocks = with_stay(config.bcd, section, load_config(model), made, place=phase, trainable=trainable)
     if validation is not None:
         validation.save(work / "validation.npz")
     routed: dict = {"aux_loss": aux_loss}
@@ -141,6 +150,7 @@ def run_training(
         validation=str((work / "validation.npz").absolute()) if validation is not None else None,
         validate_at=curve_points(config, rows, section) if validation is not None else [],
         section=section.model_dump(include=set(Optimizer.model_fields)),
+        bcd=blocks,
         trainable=trainable,
         dtype=config.model.dtype,
         experts=config.model.experts,

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -51,15 +52,8 @@ def train(job: Job) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.disable_input_require_grads()
     module = CausalLoss(model, chunk=section.loss_chunk, aux=job.aux_loss, z=job.z_loss)
-    engine = make_engine(module, section)
-    flops_of = functools.partial(
-        training_flops,
-        model.config,
-        rows.sequence_length,
-        trainable=job.trainable,
-        activation_checkpointing=section.activation_checkpointing,
-    )
-    flops_per_row, flops_per_label = flops_of(labels=0), flops_of(labels=1) - flops_of(labels=0)
+    engine = make_engine(module, section, job.bcd, job.seed)
+    flops_of = functools.cache(functools.partial(step_flops, model.config, rows.sequence_length, section))
     state = {"step": 0, "tokens": 0, "flops": 0, "seconds": 0.0}
     resume(engine, checkpoints, state)
     record.begin(state)
@@ -80,12 +74,13 @@ def train(job: Job) -> None:
         rate = learning_rate(step, steps, section)
         for group in engine.optimizer.param_groups:
             group["lr"] = rate
+        per_row, per_label = flops_of(trained_names(model))  # before the step, after which others may train
         engine.step()
         if module.route:
             module.set_share(sums["counts_LE"], tokens)
         state["step"] += 1
         state["tokens"] += tokens
-        state["flops"] += len(indices) * flops_per_row + tokens * flops_per_label
+        state["flops"] += len(indices) * per_row + tokens * per_label
         state["seconds"] += time.perf_counter() - started
 
         validate = validation is not None and state["step"] in job.validate_at
@@ -116,6 +111,21 @@ def train(job: Job) -> None:
     record.finish(state)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def trained_names(model) -> frozenset[str]:
+    """Names of the parameters that are trained now; rows that bcd trains of one go by its name."""
+    return frozenset(
+        re.sub(r"_rows\d+$", "", name) for name, parameter in model.named_parameters() if parameter.requires_grad
+    )
+
+
+def step_flops(config, length: int, section: Optimizer, trained: frozenset[str]) -> tuple[int, int]:
+    """Operations of training a row of `length` positions without its labels, and of each label."""
+    flops_of = functools.partial(
+        training_flops, config, length, trainable=trained, activation_checkpointing=section.activation_checkpointing
+    )
+    return flops_of(labels=0), flops_of(labels=1) - flops_of(labels=0)
 
 
 def learning_rate(step: int, steps: int, section: Optimizer) -> float:

@@ -321,9 +321,53 @@ def test_a_checkpoint_is_split_trained_and_merged_again(finished, tmp_path):
         assert torch.equal(source[name], merged[name]) == (".experts." not in name), name
 
 
+@pytest.mark.slow
+def test_submodels_and_tuning_by_blocks(tmp_path):
+    """Trained, carried away and back, merged, tuned; the report says by what."""
+    corpus(tmp_path / "corpus")
+    changed = {
+        "seed_phase": {"tokens": 0},
+        "train": {"mode": "bcd", "tokens": 2048},
+        "bcd": {"order": "descending"},
+    }
+    changed["finetune"] = {"optimizer": "bcd", "router_tokens": 128}
+    config = Experiment.load(write(tmp_path, **changed))
+    pipeline.run(config, until="cluster", say=lambda text: None)
+    pipeline.run(config, until="split/1", say=lambda text: None)
+    with tarfile.open(pack.pack(config, 1, tmp_path)) as tar:
+        tar.extractall(tmp_path, filter="data")
+    away = tmp_path / "tiny-submodel-1"
+    command = [sys.executable, "-m", "disco.cli", "train", "experiment.yaml", "--submodel", "1"]
+    subprocess.run(command, cwd=away, check=True)
+    assert "taken from" in pack.collect(config, away / "tiny-submodel-1.result.tar")
+    pipeline.run(config, say=lambda text: None)
+    assert set(pipeline.status(config).values()) == {pipeline.FRESH}
+    begin, end = (load_file(config.folder / name / "model.safetensors") for name in ("split/1", "train/1"))
+    assert not any(torch.equal(begin[name], end[name]) for name in begin)
+    said = (config.folder / "report" / "report.md").read_text()
+    assert "block coordinate descent: submodels, fine-tuning (bcd: order descending, 1 at a time" in said
+    changed = config.model_copy(update={"bcd": config.bcd.model_copy(update={"order": "shuffled"})})
+    states = pipeline.status(changed)
+    assert states["train/0"] == pipeline.STALE and states["cluster"] == pipeline.FRESH
+
+
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
+        (
+            {"train": {"mode": "bcd"}, "bcd": {"always_on": ["*nrm*"]}},
+            r"^bcd: always_on pattern '\*nrm\*' matches no",
+        ),
+        (
+            {"train": {"mode": "bcd"}, "bcd": {"steps_per_block": 3}},
+            r"train \(a submodel\) makes 16 updates but one cycle over 6 blocks takes 18 .*steps_per_block=2",
+        ),
+        ({"finetune": {"optimizer": "bcd", "tokens": 512}}, "finetune makes 4 updates.*active_blocks=2"),
+        ({"seed_phase": {"optimizer": "bcd"}, "bcd": {"active_blocks": 9}}, "active_blocks is 9 but there are 6"),
+        (
+            {"joint": {"optimizer": "bcd"}, "bcd": {"granularity": ["lm_head"]}, "baselines": ["joint"]},
+            "bcd: no pattern covers parameter",
+        ),
         ({"cluster": {"k": 3}}, "cluster.k is 3 but the model has 2 experts"),
         ({"train": {"zero_stage": 3, "mode": "expert"}}, "train.zero_stage is 3.*set train.zero_stage=2"),
         ({"finetune": {"zero_stage": 3}}, "finetune.zero_stage is 3.*router_tokens"),

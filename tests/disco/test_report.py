@@ -77,6 +77,7 @@ def test_headline_says_what_it_cost_and_how_good_it_is(full):
     assert "clustering helps by 0.030 (± 0.006)" in text
     assert "Simulated prices: everything ran on cpu" in text and "2026-01" in text
     assert "Start-up of processes is" in text and "One seed (0)" in text
+    assert "Trained with AdamW throughout." in text
 
 
 def test_costs_count_every_ledger_row_once(full):

@@ -12,12 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import bcd
 from disco.artifacts import SCRATCH, write_json
 from disco.checkpoint import Checkpoint
-from disco.config import Optimizer
+from disco.config import BlockDescent, Optimizer
 from disco.job import Job, JobError, Price, run_job
 from disco.split import split
 from disco.trainer import learning_rate
+from launch.flops import training_flops
 from launch.ledger import read
 from tests.disco import tiny_models
 
@@ -29,7 +31,7 @@ PRICE = Price(priced_as="rtx4090", dollars_per_hour=0.36, source="a test", as_of
 def make_job(tmp_path, tiny_model, toy_rows):
     """make_job(name, **section) -> (Job, folder): a tiny model on toy rows."""
 
-    def make(name, *, rows=None, model=None, trainable="all", aux=0.02, **section):
+    def make(name, *, rows=None, model=None, trainable="all", aux=0.02, blocks=None, **section):
         start = tmp_path / "start"
         if not start.exists():
             (model or tiny_model()).save_pretrained(start)
@@ -48,6 +50,7 @@ def make_job(tmp_path, tiny_model, toy_rows):
             validation=str(out / SCRATCH / "rows.npz"),
             validate_at=[-(-len(rows) // optimizer.batch_size)],
             section=optimizer,
+            bcd=None if blocks is None else BlockDescent(**blocks),
             trainable=trainable,
             aux_loss=aux,
             dtype="float32",
@@ -221,6 +224,83 @@ def test_a_sharded_run_resumes_bit_for_bit(make_job, toy_rows):
     run_job(stopped, threads=1)
     got, expected = weights(out), weights(reference)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def logged(job: Job, phase: str) -> list[dict]:
+    return [row for row in read(Path(job.run) / "metrics.jsonl") if row["phase"] == phase]
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_one_block_of_everything_is_adamw_bit_for_bit(make_job, toy_rows, stage):
+    """Accumulation, clipping, decay groups, schedule, balancing loss and the bill of operations included."""
+    settings = {"rows": toy_rows(24), "micro_batch_size": 2, "clip": 0.5, "zero_stage": stage}
+    whole, reference = make_job("adamw", **settings)
+    run_job(whole, threads=1)
+    blocks, out = make_job("bcd", blocks={"granularity": {"all": ["*"]}, "steps_per_block": 2}, **settings)
+    run_job(blocks, threads=1)
+    got, expected = weights(out), weights(reference)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    for key in ("loss", "lr", "tokens", "flops", "balance", "validation_loss"):
+        mine, theirs = ([row.get(key) for row in logged(whole, phase)] for phase in ("bcd", "adamw"))
+        assert mine == theirs, key
+
+
+def test_a_run_killed_in_the_middle_of_a_block_resumes_bit_for_bit(make_job, toy_rows, tiny_model):
+    """And every parameter has trained, and each update is billed by the blocks that trained in it."""
+    rows = toy_rows(60)
+    settings = {"batch_size": 2, "checkpoint_every": 4, "activation_checkpointing": True}
+    blocks = {"steps_per_block": 3, "order": "shuffled", "active_blocks": 2}
+    whole, reference = make_job("whole", rows=rows, blocks=blocks, **settings)
+    run_job(whole, threads=1)
+    killed, out = make_job("killed", rows=rows, blocks=blocks, **settings)
+    write_json(out / SCRATCH / "job.json", killed.model_dump(mode="json"))
+    process = subprocess.Popen([sys.executable, "-m", "disco.job", str(out / SCRATCH / "job.json")], env=os.environ)
+    checkpoints = out / SCRATCH / "checkpoints"
+    for _ in range(6000):
+        if any("partial" not in path.name for path in checkpoints.glob("step-*")):
+            break
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (out / "model.safetensors").exists()
+    run_job(killed, threads=1)
+    got, expected, start = weights(out), weights(reference), weights(out.parent / "start")
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert not any(torch.equal(expected[name], start[name]) for name in start)
+
+    model = tiny_model()
+    cut = bcd.partition(model)
+    schedule = bcd.BlockSchedule(len(cut.blocks), "shuffled", 3, active=2, seed=7)
+    operations, labels = 0, rows.labels()
+    for step, row in enumerate(logged(whole, "whole")):
+        names = {piece.name for index in schedule.blocks for piece in cut.blocks[index].pieces}
+        for tokens in labels[2 * step : 2 * step + 2]:
+            operations += training_flops(
+                model.config, 16, labels=int(tokens), trainable=names, activation_checkpointing=True
+            )
+        assert row["flops"] == operations, step
+        schedule.record(1.0)
+        if schedule.done:
+            schedule.advance()
+    assert schedule.cycle == 3  # 6 blocks, 2 at once: 9 updates a cycle, 30 updates
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [pytest.param(1, "fp32", marks=pytest.mark.slow), (3, "fp32"), pytest.param(2, "bf16", marks=pytest.mark.slow)],
+)
+def test_blocks_under_zero_with_two_processes(make_job, toy_rows, stage, precision):
+    """Experts in groups of rows, norms always on; a sharded run ends where one process without sharding does."""
+    blocks = {"steps_per_block": 1, "expert_groups": 2, "always_on": ["*norm*"], "granularity": "module"}
+    settings = {"rows": toy_rows(48), "blocks": blocks, "precision": precision}
+    plain, reference = make_job("plain", **settings)
+    run_job(plain, threads=1)
+    sharded, out = make_job("sharded", zero_stage=stage, processes=2, **settings)
+    run_job(sharded, threads=1)
+    tolerance = {"rtol": 1e-3, "atol": 1e-4} if precision == "fp32" else {"rtol": 0.05, "atol": 0.02}
+    assert_close(weights(out), weights(reference), **tolerance)
+    assert [row["flops"] for row in logged(plain, "plain")] == [row["flops"] for row in logged(plain, "sharded")]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(make_job, tiny_model, capfd):

@@ -158,7 +158,7 @@ def test_each_block_equals_the_counter(name, cut_as, checkpointing):
         assert formula == counted, block.name
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     name=st.sampled_from(sorted(NAMED)),
     share=st.floats(0.02, 1.0),
