@@ -21,13 +21,13 @@ class PrefixCache(_Section):
 
 
 class Expansion(_Section):
-    """Stateless updates of the layers above the active block.
+    """Updates of the layers above the active block, with a number a row and a column of a weight as their state.
 
-    Each gradient that backward makes there moves its parameter by `lr_ratio` times the learning rate along
-    the gradient scaled to unit root mean square, and is freed before the next one is made.
+    Each gradient that backward makes there is normalised by its factored second moment, moves its parameter by
+    `lr_ratio` times the learning rate, and is freed before the next one is made.
     """
 
-    lr_ratio: float = Field(default=0.1, gt=0, description="step size relative to the learning rate")
+    lr_ratio: float = Field(default=0.05, gt=0, description="step size relative to the learning rate")
 
 
 class Config(_Section):
@@ -40,7 +40,9 @@ class Config(_Section):
     max_block_gb: float | None = Field(default=None, gt=0, description="largest training state of a block, GB")
     always_on: tuple[str, ...] = Field(default=(), description="patterns of what trains in every block")
 
-    order: Literal["ascending", "descending", "shuffled", "importance"] = "ascending"
+    order: Literal["ascending", "descending", "shuffled", "importance", "ends"] = Field(
+        default="ascending", description="of the blocks in a cycle; 'ends': see bcd.BlockSchedule, with expansion"
+    )
     steps_per_block: int = Field(default=50, description="applied updates of a block before the next")
     active_blocks: int = Field(default=1, description="blocks that train at once")
     seed: int = 0
@@ -76,6 +78,10 @@ class Config(_Section):
             raise ValueError(f"steps_per_block is {self.steps_per_block}: it must be at least 1")
         if self.active_blocks < 1:
             raise ValueError(f"active_blocks is {self.active_blocks}: it must be at least 1")
+        if self.order == "ends" and self.expansion is None:
+            raise ValueError("order is 'ends' without expansion, which trains all between: set expansion={}")
+        if self.order == "ends" and self.active_blocks > 1:
+            raise ValueError(f"order is 'ends' with active_blocks {self.active_blocks}: it takes one at a time")
         if self.lr_schedule != "constant" and self.total_steps is None:
             raise ValueError(f"lr_schedule is {self.lr_schedule!r} without an end: set total_steps")
         if self.total_steps is not None and self.warmup_steps > self.total_steps:

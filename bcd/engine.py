@@ -22,9 +22,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bcd import checkpoint
-from bcd.blocks import Piece, depths, partition
+from bcd.blocks import depths, partition
 from bcd.config import Config, read
-from bcd.expansion import Expansion
+from bcd.expansion import Expansion, above
 from bcd.groups import GroupState, make_groups
 from bcd.plain import PlainBackend
 from bcd.prefix import PrefixCache
@@ -81,8 +81,9 @@ class Engine:
             config.steps_per_block,
             active=config.active_blocks,
             seed=config.seed,
+            depths=[block.depth for block in self.partition.blocks],
         )
-        self._trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+        self._trainable = [name for name, p in model.named_parameters() if p.requires_grad]
         self._depths = depths(model, self.partition.layers)
         pretrained = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
         if config.activation_checkpointing and pretrained is None:
@@ -281,6 +282,7 @@ class Engine:
             "rate": self._rate,
             "active": self._backend.read(moments=True),
             "kept": self._kept,
+            "statistics": {} if self._expansion is None else self._expansion.state,
             "random": _random_state(),
             "client": dict(client_state or {}),
         }
@@ -306,6 +308,9 @@ class Engine:
         checkpoint.load_weights(found, self._backend)
         self.global_steps, self.skipped_steps, self.micro_steps, self._since_switch = state["counters"]
         self._rate, self._kept = state["rate"], state["kept"]
+        if self._expansion is not None:
+            saved = state["statistics"].items()
+            self._expansion.state = {name: [t.to(self.device) for t in tensors] for name, tensors in saved}
         self._pending = False
         self._activate(state["active"])
         _set_random_state(state["random"])
@@ -327,20 +332,11 @@ class Engine:
             self._kept.pop(group.name, None)
         pieces = [piece for group in groups for piece in group.pieces]
         if self._expansion is not None:
-            self._expansion.attach(self._above(pieces))
+            reached = above(self.partition, self.schedule.blocks, self._depths, self._trainable)
+            self._expansion.attach(reached)
         self._offer_rate()
         if self._prefix is not None:
             self._prefix.reset(min(self._depths[piece.name] for piece in pieces))
-
-    def _above(self, pieces: list[Piece]) -> list[nn.Parameter]:
-        """Trainable parameters of the layers above the lowest active one that are not active themselves."""
-        lowest = min(self._depths[piece.name] for piece in pieces)
-        active = {piece.name for piece in pieces}
-        return [
-            parameter
-            for name, parameter in self.module.named_parameters()
-            if name in self._trainable and name not in active and self._depths[name] > lowest
-        ]
 
     def _store(self, state: dict[str, GroupState]) -> None:
         """Keep what the config keeps of groups that stop training; always-on groups keep everything."""
@@ -354,6 +350,7 @@ class Engine:
         return {
             "partition": self.partition.digest,
             "back end": self._backend.kind,
+            "expansion": "off" if self.config.expansion is None else "on",
             "number of processes": self._backend.world_size,
             "dtypes": sorted({str(p.dtype) for p in self.module.parameters()}),
         }

@@ -1,70 +1,119 @@
-"""Stateless updates of the layers above the active block (the idea of BREAD).
+"""Updates of the layers above the active block, with almost no state (in the spirit of BREAD).
 
 Backward passes through these layers anyway; one matrix product more a weight gives its gradient, which is
-used and freed at once, so there is never more than one of them.
+used and freed at once, so there is never more than one of them. A gradient is divided by the root of its
+second moment, of which only the means over rows and over columns are kept (Adafactor: Shazeer and Stern 2018,
+arXiv 1804.04235), without momentum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from bcd.blocks import Partition, matches
 from bcd.config import Config
 from bcd.plain import PlainBackend
 
+STATISTICS_BETA = 0.99  # of the running means of squared gradients
+TINY = 1e-30
+
+
+def above(partition: Partition, blocks: Iterable[int], depth: Mapping[str, int], names: Iterable[str]) -> list[str]:
+    """Those of `names` that lie above the lowest active parameter and are not active themselves."""
+    active = [*partition.always_on, *(piece for i in blocks for piece in partition.blocks[i].pieces)]
+    lowest, taken = min(depth[piece.name] for piece in active), {piece.name for piece in active}
+    return [name for name in names if depth[name] > lowest and name not in taken]
+
+
+def statistics(shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """Shapes of the running means kept for a parameter: rows and columns of (each of) its matrices; the
+    squares themselves for a vector."""
+    if len(shape) < 2:
+        return [tuple(shape)]
+    return [tuple(shape[:-1]), (*shape[:-2], shape[-1])]
+
 
 class Expansion:
-    """Moves parameters by ``lr * lr_ratio`` along their gradient scaled to unit root mean square."""
+    """Moves a parameter by ``lr * lr_ratio`` times its normalised gradient, whose root mean square is at most 1."""
 
     def __init__(self, backend, config: Config):
         if not isinstance(backend, PlainBackend):
             raise ValueError("expansion works without DeepSpeed: drop ds_config, or expansion")
-        self.ratio, self.seed = config.expansion.lr_ratio, config.seed
-        self.parameters: list[nn.Parameter] = []
+        self.config = config
+        self.names: list[str] = []
+        self.state: dict[str, list[torch.Tensor]] = {}  # running means, then the number of updates
+        self._named = dict(backend.module.named_parameters())
         self._handles: list = []
         self._rate = 0.0
         self.device = next(backend.module.parameters()).device
 
-    def attach(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Update `parameters` from now on, and no others."""
+    def attach(self, names: Sequence[str]) -> None:
+        """Update the parameters of these names from now on, and no others."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self.parameters = list(parameters)
+        self.names = list(names)
 
     def enable(self, boundary: bool, rate: float, step: int) -> None:
         """Before a forward pass: gradients are made at accumulation boundaries only. `step` seeds the
         rounding, so that a resumed run rounds alike."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        for parameter in self.parameters:
-            parameter.requires_grad_(boundary)
+        names = self.names
+        self.attach(names)
+        for name in names:
+            self._named[name].requires_grad_(boundary)
         if not boundary:
             return
-        self._rate = rate * self.ratio
-        self._generator = torch.Generator(self.device).manual_seed(1_000_003 * self.seed + step)
-        for parameter in self.parameters:
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._update))
+        self._rate = rate * self.config.expansion.lr_ratio
+        self._generator = torch.Generator(self.device).manual_seed(1_000_003 * self.config.seed + step)
+        for name in names:
+            hook = lambda parameter, name=name: self._update(name, parameter)  # noqa: E731
+            self._handles.append(self._named[name].register_post_accumulate_grad_hook(hook))
 
     @torch.no_grad()
-    def _update(self, parameter: nn.Parameter) -> None:
+    def _update(self, name: str, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
-        rms = torch.linalg.vector_norm(gradient, dtype=torch.float32) / gradient.numel() ** 0.5
-        if not (torch.isfinite(rms) and rms > 0):
+        if not torch.isfinite(torch.linalg.vector_norm(gradient, dtype=torch.float32)):
             return
+        update = self._normalise(name, gradient.float())
+        exempt = any(matches(pattern, name) for pattern in self.config.no_decay)
+        keep = 1.0 - self._rate * (0.0 if exempt else self.config.weight_decay)
         if parameter.dtype == torch.float32:
-            parameter.sub_(gradient * (self._rate / rms))
+            parameter.mul_(keep).sub_(update.mul_(self._rate))
             return
         # Rounded to the nearest, small steps of bf16 weights would all be lost.
-        exact = parameter.float() - gradient.float() * (self._rate / rms)
+        exact = parameter.float().mul_(keep).sub_(update.mul_(self._rate))
         parameter.copy_(_round_at_random(exact, self._generator))
+
+    def _normalise(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """`gradient` (overwritten) over the root of its factored second moment."""
+        if name not in self.state:
+            shapes = statistics(gradient.shape)
+            self.state[name] = [torch.zeros(shape, device=gradient.device) for shape in shapes]
+            self.state[name].append(torch.zeros((), device=gradient.device))
+        *means, count = self.state[name]
+        count += 1
+        correction = 1.0 - STATISTICS_BETA**count
+        if gradient.ndim < 2:
+            means[0].lerp_(gradient.square(), 1.0 - STATISTICS_BETA)
+            gradient.mul_((means[0] / correction + TINY).rsqrt_())
+        else:
+            rows, columns = means
+            for mean, dim in ((rows, -1), (columns, -2)):
+                square = torch.linalg.vector_norm(gradient, dim=dim).square_().div_(gradient.shape[dim])
+                mean.lerp_(square, 1.0 - STATISTICS_BETA)
+            share = rows / (rows.mean(-1, keepdim=True) + TINY)
+            # An all-zero row or column has a gradient of zero: any scale leaves it there.
+            gradient.mul_((share + TINY).rsqrt_().unsqueeze(-1))
+            gradient.mul_((columns / correction + TINY).rsqrt_().unsqueeze(-2))
+        size = torch.linalg.vector_norm(gradient) / gradient.numel() ** 0.5
+        return gradient.div_(size.clamp_(min=1.0))
 
 
 def _round_at_random(exact: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """fp32 to bf16, up or down with the probability that keeps the mean."""
     noise = torch.randint(0, 1 << 16, exact.shape, dtype=torch.int32, device=exact.device, generator=generator)
-    bits = (exact.view(torch.int32) + noise) & -(1 << 16)
+    bits = noise.add_(exact.view(torch.int32)).bitwise_and_(-(1 << 16))
     return bits.view(torch.float32).to(torch.bfloat16)

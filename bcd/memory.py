@@ -18,10 +18,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from bcd.blocks import Piece, decoder_layers, partition
+from bcd.blocks import Piece, decoder_layers, depths, partition
 from bcd.config import Config, read
+from bcd.expansion import above, statistics
 from bcd.groups import make_groups
 from bcd.plain import UPDATE_CHUNK
+from bcd.schedule import BlockSchedule
 from bcd.trace import Peak, fake_model, peak, with_layers
 
 GPU_GB = {
@@ -258,7 +260,12 @@ class Predictor:
         return found
 
     def _extrapolated(
-        self, pieces: tuple[Piece, ...], micro_batch: int, checkpointing: bool, accumulation: int
+        self,
+        pieces: tuple[Piece, ...],
+        micro_batch: int,
+        checkpointing: bool,
+        accumulation: int,
+        freed: tuple[str, ...] = (),
     ) -> Peak:
         """The peak where every layer more adds what it adds between the shallow models."""
         found = []
@@ -266,8 +273,8 @@ class Predictor:
             there = dict(predictor.model.named_parameters())
             kept = tuple(piece for piece in pieces if piece.name in there)
             if not kept:  # all of them lie deeper
-                return self._peak(pieces, micro_batch, checkpointing, accumulation)
-            found.append(predictor.peak(kept, micro_batch, checkpointing, 1))
+                return self._peak(pieces, micro_batch, checkpointing, accumulation, freed)
+            found.append(predictor.peak(kept, micro_batch, checkpointing, 1, tuple(n for n in freed if n in there)))
         low, high = (predictor.model.config.num_hidden_layers for predictor in self.shallow)
         beyond = (self.model.config.num_hidden_layers - low) / (high - low)
         total, without, saved, logits = (
@@ -277,7 +284,14 @@ class Predictor:
             total = max(total, without + DTYPES[self.dtype].itemsize * sum(piece.numel for piece in pieces))
         return Peak(max(total, without), without, saved, logits)
 
-    def _peak(self, pieces: tuple[Piece, ...], micro_batch: int, checkpointing: bool, accumulation: int) -> Peak:
+    def _peak(
+        self,
+        pieces: tuple[Piece, ...],
+        micro_batch: int,
+        checkpointing: bool,
+        accumulation: int,
+        freed: tuple[str, ...] = (),
+    ) -> Peak:
         if checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
             self.model.disable_input_require_grads()
@@ -290,6 +304,7 @@ class Predictor:
                 sequence=self.sequence,
                 accumulation=accumulation,
                 loss=self.loss,
+                freed=freed,
             )
         finally:
             if checkpointing:
@@ -320,18 +335,27 @@ class Predictor:
         if micro_batch < 1:
             raise ValueError(f"micro_batch is {micro_batch}: it must be at least 1")
         worst = None
-        for name, groups in self._active_sets(method, config):
-            found = self._one(name, groups, config, devices, zero_stage, offload, micro_batch, reduce_bucket, fused)
+        sets = list(self._active_sets(method, config))
+        shapes = {name: self.model.get_parameter(name).shape for *_, freed in sets for name in freed}
+        means = STEP_BYTES * sum(1 + sum(map(math.prod, statistics(shape))) for shape in shapes.values())
+        for name, groups, freed in sets:
+            found = self._one(
+                name, groups, freed, config, devices, zero_stage, offload, micro_batch, reduce_bucket, fused
+            )
+            found = replace(found, optimizer=found.optimizer + means, total=found.total + means)
             if worst is None or found.total > worst.total:
                 worst = found
         label = _label(method, config, zero_stage, offload)
         return replace(worst, method=label)
 
-    def _active_sets(self, method: str, config: Config) -> Iterable[tuple[str, list[tuple[Piece, ...]]]]:
-        """The active sets that can be the worst: of those with equal sizes the one that reaches lowest."""
+    def _active_sets(
+        self, method: str, config: Config
+    ) -> Iterable[tuple[str, list[tuple[Piece, ...]], tuple[str, ...]]]:
+        """The active sets that can be the worst, of those with equal sizes the one that reaches lowest: name,
+        optimizer groups, and the parameters that the expansion updates."""
         if method == "adamw":
             named = self.model.named_parameters()
-            yield "all", [tuple(Piece(name, tuple(p.shape)) for name, p in named if p.requires_grad)]
+            yield "all", [tuple(Piece(name, tuple(p.shape)) for name, p in named if p.requires_grad)], ()
             return
         cut = partition(
             self.model,
@@ -344,21 +368,31 @@ class Predictor:
         count = min(config.active_blocks, len(cut.blocks))
         seen = set()
         # Random orders join any blocks; neighbours stand for them, which is exact for one active block.
-        for start in range(0, len(cut.blocks), count):
+        visited = range(0, len(cut.blocks), count)
+        if config.order == "ends":
+            order = BlockSchedule(len(cut.blocks), "ends", depths=[b.depth for b in cut.blocks]).current_order
+            visited = sorted(set(order))
+        trainable = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        depth = depths(self.model, cut.layers)
+        for start in visited:
             blocks = cut.blocks[start : start + count]
             sizes = tuple(tuple(piece.shape for piece in block.pieces) for block in blocks)
             if sizes not in seen:
                 seen.add(sizes)
                 groups = make_groups(cut.always_on, blocks, config)
-                yield "+".join(block.name for block in blocks), [group.pieces for group in groups]
+                indices = range(start, start + len(blocks))
+                freed = above(cut, indices, depth, trainable) if config.expansion else ()
+                yield "+".join(block.name for block in blocks), [group.pieces for group in groups], tuple(freed)
 
-    def _one(self, name, groups, config, devices, stage, offload, micro_batch, reduce_bucket, fused) -> Estimate:
+    def _one(
+        self, name, groups, freed, config, devices, stage, offload, micro_batch, reduce_bucket, fused
+    ) -> Estimate:
         item = DTYPES[self.dtype].itemsize
         numels = [[piece.numel for piece in group] for group in groups]
         gradients, optimizer = state_bytes(numels, dtype=self.dtype, devices=devices, zero_stage=stage)
         pieces = tuple(piece for group in groups for piece in group)
         accumulation = min(config.gradient_accumulation_steps, 2)
-        found = self.peak(pieces, micro_batch, config.activation_checkpointing, accumulation)
+        found = self.peak(pieces, micro_batch, config.activation_checkpointing, accumulation, freed)
 
         sizes = [p.numel() for p in self.model.parameters()]
         parameters = item * sum(sizes)
@@ -383,7 +417,7 @@ class Predictor:
             sequence=self.sequence,
             block=name,
             parameters=parameters,
-            gradients=gradients,
+            gradients=gradients + item * max((self.model.get_parameter(n).numel() for n in freed), default=0),
             optimizer=0 if offload else optimizer,
             activations=found.saved,
             logits=found.logits,
@@ -397,7 +431,12 @@ class Predictor:
         if name == "all":
             return 0
         each = 8 * (config.state == "keep") + 4 * (self.dtype != "fp32")
-        trainable = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        if config.order == "ends":  # the other blocks have no moments and round at random
+            trainable = sum(
+                sum(p.numel for g in groups for p in g) for _, groups, _ in self._active_sets("", config)
+            )
+        else:
+            trainable = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         return each * trainable // devices
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
-ORDERS = ("ascending", "descending", "shuffled", "importance")
+ORDERS = ("ascending", "descending", "shuffled", "importance", "ends")
+ENDS = (0, -1, 0, -1, -1)  # a cycle of the order "ends": 0 the lowest blocks, -1 the highest ones
 
 
 class BlockSchedule:
@@ -22,8 +24,13 @@ class BlockSchedule:
         ``ascending`` or ``descending`` in the order of the forward pass, ``shuffled`` anew each cycle, or
         ``importance``: each cycle is drawn without replacement with probability proportional to the
         gradient norms measured in earlier cycles (the first cycle is shuffled).
+        ``ends``: only the lowest and the highest blocks, in turn; a cycle is lowest, highest, lowest, highest,
+        highest. Backward reaches down to the bottom in two updates of five, and what lies between is left to
+        the expansion.
     steps_per_block
         Applied updates a block stays active.
+    depths
+        Depth of each block, for ``ends``; the position in the list if not given.
     active
         Blocks that train at once: consecutive ones of the cycle's order, fewer at its end.
     seed
@@ -31,7 +38,14 @@ class BlockSchedule:
     """
 
     def __init__(
-        self, count: int, order: str = "ascending", steps_per_block: int = 50, *, active: int = 1, seed: int = 0
+        self,
+        count: int,
+        order: str = "ascending",
+        steps_per_block: int = 50,
+        *,
+        active: int = 1,
+        seed: int = 0,
+        depths: Sequence[int] | None = None,
     ):
         if count < 1:
             raise ValueError("there is no block to schedule: the partition is empty")
@@ -43,6 +57,7 @@ class BlockSchedule:
             raise ValueError(f"active_blocks is {active} but there are {count} blocks: use 1 to {count}")
         self.count, self.order, self.steps_per_block = count, order, steps_per_block
         self.active, self.seed = active, seed
+        self.depths = list(range(count)) if depths is None else list(depths)
         self.cycle = 0
         self.position = 0  # index of the first active block within the cycle's order
         self.inner_step = 0  # applied updates of the present active set
@@ -72,14 +87,17 @@ class BlockSchedule:
                 self.norms[block] = self._norm_sum / self.inner_step
         self.position += self.active
         self.inner_step, self._norm_sum = 0, 0.0
-        if self.position >= self.count:
+        if self.position >= len(self.current_order):
             self.cycle, self.position = self.cycle + 1, 0
             self.current_order = self._draw()
 
     def _draw(self) -> list[int]:
         indices = list(range(self.count))
         rng = random.Random(f"{self.seed}-{self.cycle}")
-        if self.order == "descending":
+        if self.order == "ends":
+            ends = {0: min(self.depths), -1: max(self.depths)}
+            indices = [i for end in ENDS for i in range(self.count) if self.depths[i] == ends[end]]
+        elif self.order == "descending":
             indices.reverse()
         elif self.order == "importance" and len(self.norms) == self.count:
             # Exponential race (Efraimidis and Spirakis 2006): sorting u ** (1 / w) draws by weight without

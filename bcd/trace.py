@@ -121,8 +121,10 @@ def peak(
     sequence: int,
     accumulation: int = 1,
     loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None,
+    freed: Sequence[str] = (),
 ) -> Peak:
-    """Peak of a training step of `model` (built under `fake`) in which `pieces` are trainable.
+    """Peak of a training step of `model` (built under `fake`) in which `pieces` are trainable and the gradients
+    of the parameters named in `freed` are used up as soon as they are made.
 
     `loss(model, tokens)`, tokens [micro_batch, sequence], is the loss that is differentiated; None for the
     model's own.
@@ -139,8 +141,16 @@ def peak(
             counted.add(id(parameter))
             tracker.gradients += parameter.grad.untyped_storage().nbytes()
 
+    def use_up(parameter):
+        gradient, parameter.grad = parameter.grad, None
+        if parameter.dtype != torch.float32:  # what `bcd.expansion` needs at once: gradient, weight and noise
+            _ = [torch.empty(gradient.shape) for _ in range(3)]
+
     counted: set[int] = set()
     handles = [p.register_post_accumulate_grad_hook(count_gradient) for p in parameters]
+    for name in freed:
+        parameter = model.get_parameter(name).requires_grad_(True)
+        handles.append(parameter.register_post_accumulate_grad_hook(use_up))
     try:
         with fake, tracker:
             saved = 0

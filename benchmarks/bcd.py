@@ -4,12 +4,13 @@
     OMP_NUM_THREADS=1 python benchmarks/bcd.py --smoke
 
 Settings: `scratch` trains a Llama-shaped model, `finetune` goes on with one that was first trained by AdamW on
-the other half of the sources, `moe` trains a small mixture of experts. Every arm runs at each learning rate; all
-runs take their steps in turn, so that a busy machine slows all alike, and the best one an arm is reported.
-Seconds are CPU time of training steps alone. State is parameters + gradients + optimizer state at its highest,
-saved is what autograd keeps between forward and backward at its highest. Without --texts the text is drawn from
-random bigram tables, one a source. BAdam, GaLore, APOLLO and LoRA take part if badam, galore_torch, apollo_torch
-and peft are installed.
+the other half of the sources, `moe` trains a small mixture of experts. A short search with seed 0 gives each arm
+its learning rate; then all arms and seeds take their steps in turn, so that a busy machine slows all alike.
+Seconds are CPU time of training steps alone. "BCD, AdamW's time" takes as many more steps as fit into AdamW's
+seconds, its schedule of the learning rate stretched alike. State is parameters + gradients + optimizer state on the
+training device at its highest, host is state kept in host memory, saved is what autograd keeps between forward and
+backward at its highest. Without --texts the text is drawn from random bigram tables, one a source. BAdam, GaLore,
+APOLLO and LoRA take part if badam, galore_torch, apollo_torch and peft are installed.
 """
 
 # ruff: noqa: E402
@@ -22,6 +23,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 # This file is called bcd.py too: keep its folder from hiding the package.
@@ -37,17 +39,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2MoeConfig
 import bcd
 
 HEAD = ("lm_head", "model.norm")
+BEST = {"order": "ends", "expansion": {}, "steps_per_block": 1}
+LONGER = "BCD, AdamW's time"
 BCD = {
-    "BCD": {},
-    "BCD state reset": {"state": "reset"},
-    "BCD descending": {"order": "descending"},
+    "BCD": BEST,
+    LONGER: BEST,
+    "BCD, 4 updates a visit": {**BEST, "steps_per_block": 4},
+    "BCD, moments reset": {**BEST, "state": "reset"},
+    "BCD cyclic": {},
+    "BCD cyclic, expansion": {"expansion": {}},
+    "BCD cyclic, head on": {"always_on": HEAD},
     "BCD shuffled": {"order": "shuffled"},
     "BCD importance": {"order": "importance"},
-    "BCD head on": {"always_on": HEAD},
-    "BCD head on, two blocks": {"always_on": HEAD, "active_blocks": 2},
-    "BCD expansion": {"expansion": {"lr_ratio": 0.1}},
-    "BCD head on, expansion": {"always_on": HEAD, "expansion": {"lr_ratio": 0.1}},
-    "BCD module": {"granularity": "module"},
     # Embeddings and head in every block, two random layers, state cleared (Pan et al. 2024, arXiv 2403.17919).
     "LISA": {
         "always_on": ("model.embed_tokens", *HEAD),
@@ -58,6 +61,7 @@ BCD = {
 }
 
 
+@cache
 def corpus(texts: Path | None, vocabulary: int, seed: int) -> list[np.ndarray]:
     """Token ids of each source."""
     if texts is None:
@@ -123,6 +127,8 @@ def build(setting: str, options: argparse.Namespace, seed: int):
 class TorchArm:
     """A model and an optimizer that trains all of what requires a gradient."""
 
+    host = 0
+
     def __init__(self, model, optimizer: torch.optim.Optimizer):
         self.model, self.optimizer = model, optimizer
 
@@ -140,26 +146,38 @@ class TorchArm:
 
     def set_lr(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("share", 1.0)
 
 
 class BcdArm:
+    host = 0
+
     def __init__(self, model, settings: dict):
         self.engine, self.model = bcd.initialize(model=model, config=settings), model
 
     def step(self, batch: dict) -> None:
         engine = self.engine
+        freed = [] if engine._expansion is None else engine._expansion.names
+        largest = max((self.model.get_parameter(name).nbytes for name in freed), default=0)
         engine.backward(engine(**batch).loss)
-        gradients = sum(p.grad.nbytes for p in engine._backend.parameters if p.grad is not None)
+        active = [p for p in engine._backend.parameters if p.grad is not None]
         # AdamW makes its moments at the first update: two fp32 tensors a gradient, and a counter.
-        self.highest = sum(p.nbytes for p in self.model.parameters()) + 3 * gradients
+        self.highest = sum(p.nbytes for p in self.model.parameters()) + largest
+        self.highest += sum(3 * p.nbytes + 4 for p in active)
+        if engine._expansion is not None:
+            self.highest += sum(_size(tensors) for tensors in engine._expansion.state.values())
         engine.step()
+        self.host = sum(_size(state.values()) for states in engine._kept.values() for state in states)
 
     def state(self) -> int:
         return self.highest
 
     def set_lr(self, rate: float) -> None:
         self.engine.set_lr(rate)
+
+
+def _size(tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _bytes(value) -> int:
@@ -172,7 +190,8 @@ def _bytes(value) -> int:
 def arms(options: argparse.Namespace) -> dict[str, Callable]:
     """Name to a function of (model, learning rate) that gives an arm."""
     made: dict[str, Callable] = {
-        "AdamW": lambda model, lr: TorchArm(model, torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01))
+        "AdamW": lambda model, lr: TorchArm(model, torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)),
+        "AdamW, two rates": _two_rates,
     }
     for name, settings in BCD.items():
         base = {"steps_per_block": options.steps_per_block, "gradient_clipping": 1.0, **settings}
@@ -222,6 +241,15 @@ def _low_rank(package: str, name: str) -> Callable:
     return arm
 
 
+def _two_rates(model, lr):
+    """AdamW with BCD's ratio between the rate of the layers and that of embeddings and head."""
+    share = bcd.config.Expansion().lr_ratio
+    layers = [p for name, p in model.named_parameters() if ".layers." in name]
+    ends = [p for name, p in model.named_parameters() if ".layers." not in name]
+    groups = [{"params": ends}, {"params": layers, "share": share}]
+    return TorchArm(model, torch.optim.AdamW(groups, lr=lr, weight_decay=0.01))
+
+
 def _lora(model, lr):
     from peft import LoraConfig, get_peft_model
 
@@ -254,56 +282,139 @@ def saved_bytes(arm, batch: dict) -> int:
     return sum(kept.values())
 
 
-def run(setting: str, options: argparse.Namespace, seed: int) -> list[dict]:
-    """Rows of the table: the best learning rate of each arm."""
-    sources = corpus(options.texts, options.vocabulary, seed)
-    start = build(setting, options, seed)
-    train = sources
-    if setting == "finetune":
-        half = len(sources) // 2
-        train, base = sources[:half], TorchArm(start, torch.optim.AdamW(start.parameters(), lr=1e-3))
-        stream = batches(sources[half:], options.batch, options.length, seed + 1, held_out=False)
-        for _ in range(options.base_steps):
-            base.step(next(stream))
-    held_out_stream = batches(train, options.batch, options.length, seed + 2, held_out=True)
-    held_out = [next(held_out_stream) for _ in range(options.evaluation_batches)]
-
+def run(setting: str, options: argparse.Namespace) -> list[dict]:
+    """Rows of the table: an arm and a seed each."""
     chosen = arms(options)
     if options.arms:
         chosen = {name: chosen[name] for name in options.arms}
-    runs = []
-    for name, make in chosen.items():
-        for lr in options.lr:
-            arm = make(copy.deepcopy(start), lr)
-            stream = batches(train, options.batch, options.length, seed + 3, held_out=False)
-            runs.append(
-                dict(arm=name, lr=lr, seed=seed, stream=stream, object=arm, seconds=0.0, saved=0, state=0, curve=[])
-            )
-    for step in range(options.steps):
-        rate = min(1.0, (step + 1) / options.warmup) * (1.0 - 0.9 * step / options.steps)
+    starts = {seed: _start(setting, options, seed) for seed in range(options.seeds)}
+    searched = {name: make for name, make in chosen.items() if name != LONGER}
+    tried = [
+        _run(name, make, lr, 0, options.search_steps, starts[0], options)
+        for name, make in searched.items()
+        for lr in options.lr
+    ]
+    _train(tried, starts, options, every=options.search_steps)
+    best: dict[str, dict] = {}
+    for each in tried:
+        print(f"search: {each['arm']}, {each['lr']:g}: {each['curve'][-1][2]:.4f}", file=sys.stderr, flush=True)
+        if each["arm"] not in best or each["curve"][-1][2] < best[each["arm"]]["curve"][-1][2]:
+            best[each["arm"]] = each
+    rates, steps = {name: each["lr"] for name, each in best.items()}, {}
+    if LONGER in chosen:
+        own = "BCD"
+        rates[LONGER] = rates[own]
+        steps[LONGER] = round(options.steps * best["AdamW"]["seconds"] / best[own]["seconds"])
+    runs = [
+        _run(name, make, rates[name], seed, steps.get(name, options.steps), starts[seed], options)
+        for seed in starts
+        for name, make in chosen.items()
+    ]
+    _train(runs, starts, options, every=options.every)
+    for each in runs:
+        del each["stream"], each["object"]
+    return runs
+
+
+def _start(setting: str, options: argparse.Namespace, seed: int) -> dict:
+    """Model to start from, sources to train on, held-out batches."""
+    sources = corpus(options.texts, options.vocabulary, 0 if options.texts else seed)
+    model, train = build(setting, options, seed), sources
+    if setting == "finetune":
+        half = len(sources) // 2
+        train, base = sources[:half], TorchArm(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        stream = batches(sources[half:], options.batch, options.length, seed + 1, held_out=False)
+        for _ in range(options.base_steps):
+            base.step(next(stream))
+    held_out = batches(train, options.batch, options.length, seed + 2, held_out=True)
+    return dict(model=model, train=train, held_out=[next(held_out) for _ in range(options.evaluation_batches)])
+
+
+def _run(name: str, make: Callable, lr: float, seed: int, steps: int, start: dict, options) -> dict:
+    stream = batches(start["train"], options.batch, options.length, seed + 3, held_out=False)
+    arm = make(copy.deepcopy(start["model"]), lr)
+    return dict(
+        arm=name, lr=lr, seed=seed, steps=steps, stream=stream, object=arm,
+        seconds=0.0, saved=0, state=0, host=0, curve=[],
+    )  # fmt: skip
+
+
+def _train(runs: list[dict], starts: dict[int, dict], options: argparse.Namespace, every: int) -> None:
+    for step in range(max(each["steps"] for each in runs)):
         for each in runs:
+            total = each["steps"]
+            if step >= total:
+                continue
+            rate = min(1.0, (step + 1) / options.warmup) * (1.0 - 0.9 * step / total)
             arm, batch = each["object"], next(each["stream"])
-            if step % max(1, options.steps // 40) == 0:
+            if step % max(1, total // 20) == 0:
                 each["saved"] = max(each["saved"], saved_bytes(arm, batch))
             arm.set_lr(each["lr"] * rate)
             began = time.thread_time()
             arm.step(batch)
             each["seconds"] += time.thread_time() - began
-            each["state"] = max(each["state"], arm.state())
-            if (step + 1) % options.every == 0:
-                each["curve"].append((step + 1, each["seconds"], evaluate(arm.model, held_out)))
-    best = {}
-    for each in runs:
-        del each["stream"], each["object"]
-        if each["arm"] not in best or each["curve"][-1][2] < best[each["arm"]]["curve"][-1][2]:
-            best[each["arm"]] = each
-    return list(best.values())
+            each["state"], each["host"] = max(each["state"], arm.state()), max(each["host"], arm.host)
+            if (step + 1) % every == 0 or step + 1 == total:
+                loss = evaluate(arm.model, starts[each["seed"]]["held_out"])
+                each["curve"].append((step + 1, each["seconds"], loss))
 
 
-def at_time(curve: list[tuple[int, float, float]], seconds: float) -> float | None:
-    """Loss after `seconds`, between the two evaluations around it; None if the curve ends before."""
-    points = [(s, loss) for _, s, loss in curve]
-    return float(np.interp(seconds, *zip(*points, strict=True))) if seconds <= points[-1][0] else None
+def mean_rows(rows: list[dict]) -> list[list[str]]:
+    """Cells of the table, a row an arm: means over seeds, and both seeds' losses."""
+    adamw = [row for row in rows if row["arm"] == "AdamW"]
+    mean = lambda rows, value: sum(map(value, rows)) / len(rows)  # noqa: E731
+    per_step = lambda row: 1e3 * row["seconds"] / row["steps"]  # noqa: E731
+    cells = []
+    for name in dict.fromkeys(row["arm"] for row in rows):
+        own = [row for row in rows if row["arm"] == name]
+        losses = [row["curve"][-1][2] for row in own]
+        share = ["-", "-"]
+        if adamw:
+            share = [
+                f"{own[0]['state'] / adamw[0]['state']:.3f}",
+                f"{mean(own, per_step) / mean(adamw, per_step):.2f}",
+            ]
+        cells.append(
+            [
+                name,
+                f"{own[0]['lr']:g}",
+                f"{own[0]['state'] / 1e6:.2f}",
+                share[0],
+                f"{own[0]['host'] / 1e6:.2f}",
+                f"{own[0]['saved'] / 1e6:.1f}",
+                f"{mean(own, per_step):.0f}",
+                share[1],
+                f"{own[0]['steps']}",
+                f"{mean(own, lambda row: row['seconds']):.0f}",
+                f"{sum(losses) / len(losses):.4f}",
+                ", ".join(f"{loss:.3f}" for loss in losses),
+            ]
+        )
+    return cells
+
+
+COLUMNS = ("arm", "lr", "state MB", "of AdamW", "host MB", "saved MB", "ms/step", "of AdamW", "steps", "s", "loss",
+           "by seed")  # fmt: skip
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Held-out loss over steps and over seconds, means over seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 5), sharey=True)
+    for name in dict.fromkeys(row["arm"] for row in rows):
+        curve = np.mean([row["curve"] for row in rows if row["arm"] == name], axis=0)
+        for axis, column in zip(axes, (0, 1), strict=True):
+            axis.plot(curve[:, column], curve[:, 2], label=name, linewidth=2.5 if name.startswith("BCD") else 1.2)
+    for axis, label in zip(axes, ("steps", "CPU seconds"), strict=True):
+        axis.set_xlabel(label)
+    axes[0].set_ylabel("held-out loss")
+    axes[1].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -311,11 +422,12 @@ def main() -> None:
     parser.add_argument("--setting", choices=("scratch", "finetune", "moe"), default="scratch")
     parser.add_argument("--texts", type=Path, help="folder of <source>.jsonl files with a text column")
     parser.add_argument("--arms", nargs="+", help="names of arms; all if not given")
-    parser.add_argument("--lr", type=float, nargs="+", default=[1e-3, 3e-3])
+    parser.add_argument("--lr", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
+    parser.add_argument("--search-steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--steps-per-block", type=int, default=10)
-    parser.add_argument("--base-steps", type=int, default=600)
+    parser.add_argument("--steps-per-block", type=int, default=10, help="of cyclic BCD, LISA and BAdam")
+    parser.add_argument("--base-steps", type=int, default=600, help="of AdamW on other sources, before finetune")
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--evaluation-batches", type=int, default=8)
@@ -325,32 +437,29 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--smoke", action="store_true", help="a minute: a tiny model, few steps, one seed")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--markdown", type=Path, help="file for the table")
+    parser.add_argument("--picture", type=Path, help="file (.png) for loss over steps and over seconds")
     options = parser.parse_args()
     if options.smoke:
         small = dict(
             seeds=1, steps=48, steps_per_block=4, base_steps=20, every=12, evaluation_batches=2, batch=4, length=64,
-            width=64, layers=4, vocabulary=256, lr=[3e-3], warmup=4,
+            width=64, layers=4, vocabulary=256, lr=[3e-3], warmup=4, search_steps=12,
         )  # fmt: skip
         vars(options).update(small)
-    rows = [row for seed in range(options.seeds) for row in run(options.setting, options, seed)]
-    table = Table(title=f"{options.setting}: loss of held-out text, {options.steps} steps, {options.seeds} seed(s)")
-    for column in ("arm", "lr", "state MB", "of AdamW", "saved MB", "ms/step", "loss", "AdamW loss at this time"):
+    rows = run(options.setting, options)
+    cells = mean_rows(rows)
+    table = Table(title=f"{options.setting}: loss of held-out text, {options.seeds} seed(s)")
+    for column in COLUMNS:
         table.add_column(column, no_wrap=True)
-    for row in rows:
-        reference = next(r for r in rows if r["arm"] == "AdamW" and r["seed"] == row["seed"])
-        rival = at_time(reference["curve"], row["seconds"])
-        table.add_row(
-            row["arm"],
-            f"{row['lr']:g}",
-            f"{row['state'] / 1e6:.2f}",
-            f"{row['state'] / reference['state']:.2f}",
-            f"{row['saved'] / 1e6:.2f}",
-            f"{1e3 * row['seconds'] / options.steps:.1f}",
-            f"{row['curve'][-1][2]:.4f}",
-            "-" if rival is None else f"{rival:.4f}",
-        )
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    for row in cells:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+    if options.markdown:
+        lines = [COLUMNS, ["---"] * len(COLUMNS), *cells]
+        options.markdown.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
+    if options.picture:
+        draw(rows, options.picture)
     if options.json:
         options.json.write_text(json.dumps({"rows": rows, "options": vars(options)}, default=str, indent=1))
 

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 import bcd
-from tests.bcd.models import batch, build, llama_config
+from bcd.expansion import STATISTICS_BETA
+from tests.bcd.models import batch, build, llama_config, moe_config
 
 ABOVE = ["model.layers.2", "model.norm", "lm_head"]
 
@@ -24,18 +25,29 @@ def step(engine, index=0):
     engine.step()
 
 
+def normalised(gradient):
+    """Shazeer and Stern 2018, equation 4, on the first gradient: its own row and column sums; then clipped."""
+    square = gradient.double().square()
+    if gradient.ndim == 2:
+        square = square.sum(1, keepdim=True) * square.sum(0, keepdim=True) / square.sum()
+    update = gradient.double() / square.sqrt()
+    return (update / max(1.0, update.square().mean().sqrt().item())).float()
+
+
 def test_layers_above_move_along_the_normalised_gradient():
     reference = build(llama_config(layers=3))
     reference(**batch(0)).loss.backward()
     model = build(llama_config(layers=3))
-    engine = start(model, granularity=["model.layers.1", "model.embed_tokens", "model.layers.0", *ABOVE])
+    engine = start(
+        model, weight_decay=0.1, granularity=["model.layers.1", "model.embed_tokens", "model.layers.0", *ABOVE]
+    )
     before = snapshot(model)
     step(engine)
     below = {name for name in before if "layers.0" in name or "embed" in name}
     assert names_moved(before, model) == before.keys() - below
-    for name in ("lm_head.weight", "model.layers.2.mlp.up_proj.weight"):
+    for name in ("lm_head.weight", "model.layers.2.mlp.up_proj.weight", "model.norm.weight"):
         gradient = reference.get_parameter(name).grad
-        expected = before[name] - 1e-2 * 0.5 * gradient / gradient.square().mean().sqrt()
+        expected = before[name] * (1 - 1e-2 * 0.5 * 0.1) - 1e-2 * 0.5 * normalised(gradient)
         torch.testing.assert_close(model.get_parameter(name).data, expected)
         assert model.get_parameter(name).grad is None
 
@@ -97,3 +109,92 @@ def test_resume_is_bit_exact(tmp_path):
 def test_with_deepspeed_is_refused():
     with pytest.raises(ValueError, match="without DeepSpeed"):
         bcd.initialize(model=build(llama_config()), config={"expansion": {}}, ds_config={})
+
+
+def test_second_moments_are_running_means_of_rows_and_columns():
+    """Against plain formulas in fp64, over packed experts [E, rows, columns], with a row that has no gradient."""
+    engine = start(build(moe_config()))
+    expansion = engine._expansion
+    generator = torch.Generator().manual_seed(0)
+    rows = columns = 0.0
+    for step in range(1, 4):
+        gradient = torch.randn(3, 5, 4, generator=generator)
+        gradient[:, 2] = 0
+        square = gradient.double().square()
+        rows = STATISTICS_BETA * rows + (1 - STATISTICS_BETA) * square.mean(2)
+        columns = STATISTICS_BETA * columns + (1 - STATISTICS_BETA) * square.mean(1)
+        moment = rows[:, :, None] * columns[:, None] / rows.mean(1)[:, None, None] / (1 - STATISTICS_BETA**step)
+        expected = (gradient.double() / moment.sqrt()).nan_to_num(0.0)
+        expected /= max(1.0, expected.square().mean().sqrt().item())
+        torch.testing.assert_close(
+            expansion._normalise("x", gradient.clone()).double(), expected, atol=1e-4, rtol=1e-4
+        )
+
+
+def test_what_is_not_decayed_is_not():
+    for no_decay, moved in (((), True), (("*norm*",), False)):
+        model = build(llama_config())
+        engine = start(model, weight_decay=0.5, no_decay=no_decay)
+        engine._expansion.enable(True, 1e-2, 0)
+        weight = model.model.norm.weight
+        weight.grad = torch.zeros_like(weight)
+        engine._expansion._update("model.norm.weight", weight)
+        assert (weight != 1).any().item() is moved
+
+
+def test_ends_trains_everything_by_two_blocks():
+    model = build(llama_config(layers=3))
+    engine = start(model, order="ends", steps_per_block=1)
+    before, visits, updates = snapshot(model), [], []
+    update = engine._expansion._update
+    engine._expansion._update = lambda name, p: updates.append(name) or update(name, p)
+    for index in range(5):
+        visits.append(engine.active_blocks)
+        step(engine, index)
+    assert visits == [("embeddings",), ("head",), ("embeddings",), ("head",), ("head",)]
+    assert names_moved(before, model) == before.keys() and engine.schedule.cycle == 1
+    assert len(updates) == 2 * (3 * 9 + 2)  # all above the embeddings, twice; nothing above the head
+
+
+@pytest.mark.parametrize("order", ["ends", "ascending"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_bytes_are_as_predicted(order, dtype):
+    config = {"expansion": {}, "order": order, "steps_per_block": 1, "dtype": dtype}
+    engine = start(build(moe_config()), **config)
+    measured = {}
+    for index in range(len(engine.schedule.current_order)):
+        engine.backward(engine(**batch(index)).loss)
+        gradients = sum(p.grad.nbytes for p in engine._backend.parameters if p.grad is not None)
+        gradients += max((engine.module.get_parameter(n).nbytes for n in engine._expansion.names), default=0)
+        (name,) = engine.active_blocks
+        engine.schedule.steps_per_block = 2
+        engine.step()
+        measured[name] = measure(engine), gradients
+        engine.switch()
+    statistics = sum(t.nbytes for tensors in engine._expansion.state.values() for t in tensors)
+    predicted = bcd.memory(moe_config(), config=config, dtype=dtype, sequence=16)
+    optimizer, gradients = measured[predicted.block]
+    assert (predicted.optimizer, predicted.gradients) == (optimizer + statistics, gradients)
+
+
+def measure(engine):
+    """Bytes of AdamW's state and of the master weights."""
+    size = sum(t.nbytes for state in engine.optimizer.state.values() for t in state.values())
+    if engine.config.dtype == "bf16":
+        size += sum(m.nbytes for group in engine._backend.masters for m in group)
+    return size
+
+
+def test_bad_settings():
+    for config, message in (
+        ({"order": "ends"}, "set expansion="),
+        ({"order": "ends", "expansion": {}, "active_blocks": 2}, "one at a time"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bcd.initialize(model=build(llama_config()), config=config)
+
+
+def test_a_checkpoint_without_expansion_is_refused(tmp_path):
+    bcd.initialize(model=build(llama_config())).save_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="expansion off, this run on"):
+        start(build(llama_config())).load_checkpoint(tmp_path)
