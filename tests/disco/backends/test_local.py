@@ -163,6 +163,7 @@ def wait_for(condition, seconds=300):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_a_launch_survives_kills_and_ctrl_c(tmp_path):
     """Ctrl-C leaves nothing running; the next launch goes on; a killed training process is started again."""
     corpus(tmp_path / "corpus")

@@ -71,6 +71,7 @@ def test_no_slurm_and_earlier_jobs_are_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_a_real_cluster_makes_everything_through_a_preemption(cluster, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     config = experiment(

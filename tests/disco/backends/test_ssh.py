@@ -92,6 +92,7 @@ def test_each_run_folder_has_a_place_of_its_own(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_a_launch_over_ssh_survives_its_launcher(tmp_path, ssh_options):  # noqa: F811
     """Kill the launcher in the middle: what runs there goes on, and the next launch takes the results."""
     corpus(tmp_path / "corpus")
