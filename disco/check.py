@@ -90,6 +90,12 @@ def _check_model(config: Experiment, full, experts: int) -> None:
             "merge.router is 'original' but the submodels start from a single expert, which has no router: "
             "set merge.router=probe"
         )
+    keeps = config.merge.keep is not None
+    if keeps != (config.merge.shared == "keep") or (keeps and config.merge.keep >= clusters(config)):
+        raise ConfigError(
+            f"merge.keep is {config.merge.keep} and merge.shared {config.merge.shared}: keep names one of the "
+            f"{clusters(config)} submodels, from 0, and goes with shared: keep"
+        )
     if isinstance(config.merge.backbone, list):
         weights = config.merge.backbone
         if len(weights) != clusters(config) or sum(weights) <= 0:

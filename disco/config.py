@@ -241,6 +241,19 @@ class Merge(Section):
         description="norm_topk_prob of the merged model: experts trained at weight 1 need it; absent = true, "
         "but with router: original the source's own setting",
     )
+    shared: Literal["average", "task_arithmetic", "ties", "keep"] = Field(
+        "average",
+        description="how the shared part is made of the submodels'; ties and task_arithmetic of what "
+        "training changed, keep from one of them",
+    )
+    scale: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="of the summed changes; absent = 0.4 for task_arithmetic, 1 for ties"
+    )
+    density: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="share of each change that ties keeps")
+    keep: Tokens | None = Field(None, description="submodel whose shared part is kept, for shared: keep")
+    layer_weights: dict[str, list[Annotated[float, Field(ge=0)]]] = Field(
+        {}, description="weights instead of backbone's for tensors whose names begin so: {model.layers.0: [1, 2]}"
+    )
     clone_noise: Annotated[float, Field(ge=0)] = Field(
         0.05, description="noise on clones where cluster.k < experts, as a share of each tensor's spread"
     )

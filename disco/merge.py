@@ -27,6 +27,7 @@ from disco.checkpoint import (
     tokenizer_identity,
     write_model,
 )
+from disco.combine import SCALE, Shared, task_arithmetic, threshold, ties
 from disco.config import ConfigError
 from disco.family import family_of, num_experts, renormalizes, top_k, with_experts
 from disco.split import SubmodelNote, read_submodel_note
@@ -59,6 +60,7 @@ def merge(
     weights: list[float] | None = None,
     original: Path | None = None,
     renormalize: bool | None = None,
+    shared: Shared = Shared(),
     own_rows: bool = False,
     clone_noise: float = 0.0,
     seed: int = 0,
@@ -75,6 +77,7 @@ def merge(
         without it rows are drawn from N(0, initializer_range) by seed, layer and expert.
     renormalize: norm_topk_prob of the result. Experts are trained at weight 1, so that top-k weights have to sum
         to 1: absent means true where the family can, but with `original` the config's own setting.
+    shared: another way to make the shared part than the weighted average.
     own_rows: without `original`, submodels with several experts keep their own router rows.
     clone_noise: standard deviation of the noise on each clone but the first, as a share of the tensor's own.
 
@@ -98,13 +101,15 @@ def merge(
         renormalize = True
     config = with_experts(config, total, top_k(config), renormalize)
     parts = _open_submodels(base, submodels, config, _shares(weights, len(submodels)))
+    roles = {key: base.family.role(key).kind for key in base.tensors}
+    shared.check([key for key, kind in roles.items() if kind == "shared"], len(parts))
     router = None if original is None else _open_original(Path(original), config, parts[0].checkpoint)
 
     outputs = []
     for key, stored in parts[0].checkpoint.tensors.items():
         role = base.family.role(key)
         if role.kind == "shared":
-            outputs.append(_averaged(key, base, parts))
+            outputs.append(_shared(key, base, parts, shared))
         elif role.kind == "router":
             chunks = partial(_router_rows, key, parts, router, own_rows, config.initializer_range, seed)
             outputs.append(Output(key, stored.dtype, (total, *stored.shape[1:]), chunks))
@@ -120,6 +125,7 @@ def merge(
         "weights": [part.weight for part in parts],
         "router": "random" if original is None else "original",
         "renormalize": renormalizes(config),
+        "shared": shared._asdict(),
     }
     write_json(out / "merge.json", note)
 
@@ -257,17 +263,36 @@ def _finite(key: str, part: Checkpoint) -> Iterator[bytearray]:
         yield chunk
 
 
-def _averaged(key: str, base: Checkpoint, parts: list[Submodel]) -> Output:
+def _shared(key: str, base: Checkpoint, parts: list[Submodel], shared: Shared) -> Output:
+    """One tensor of the shared part."""
     # Summed in the order of the experts, so that the order of the arguments does not show in the last bit.
     ordered = sorted(parts, key=lambda part: part.note.expert)
     dtype = base.tensors[key].dtype
+    weights = [part.weight for part in ordered]
+    if (given := shared.weights(key)) is not None:  # in the order of the arguments, as those of all layers are
+        of = dict(zip((part.note.expert for part in parts), _shares(given, len(parts)), strict=True))
+        weights = [of[part.note.expert] for part in ordered]
+    scale = SCALE.get(shared.method) if shared.scale is None else shared.scale
 
     def chunks() -> Iterator:
+        if shared.method == "keep":
+            yield from _finite(key, ordered[shared.keep].checkpoint)
+            return
+        thresholds = []
+        if shared.method == "ties" and dtype in FLOATS:
+            for part in ordered:
+                pairs = zip(_finite(key, base), _finite(key, part.checkpoint), strict=True)
+                thresholds.append(threshold(pairs, shared.density, dtype))
         sources = (base, *(part.checkpoint for part in ordered))
         for anchor, *thetas in zip(*(_finite(key, source) for source in sources), strict=True):
             if dtype not in FLOATS and any(theta != thetas[0] for theta in thetas):
                 raise ArtifactError(f"{key} is {dtype} and differs between submodels: it has no average")
-            yield average(anchor, thetas, [part.weight for part in ordered], dtype)
+            if shared.method == "average" or all(theta == anchor for theta in thetas):
+                yield average(anchor, thetas, weights, dtype)
+            elif shared.method == "ties":
+                yield ties(anchor, thetas, weights, thresholds, scale, dtype)
+            else:
+                yield task_arithmetic(anchor, thetas, scale, dtype)
 
     return Output(key, dtype, base.tensors[key].shape, chunks)
 

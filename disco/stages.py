@@ -17,6 +17,7 @@ import numpy as np
 from disco import artifacts
 from disco.checkpoint import identity
 from disco.cluster import assignments, cluster
+from disco.combine import Shared
 from disco.config import Experiment, Finetune, Optimizer, Section
 from disco.corpus import Corpus, prepare
 from disco.evaluate import evaluate
@@ -295,6 +296,7 @@ def merge_submodels(config: Experiment, prefix: str, out: Path) -> None:
         weights=list(weights_K),
         original=run / "start" if section.router == "original" else None,
         renormalize=section.renormalize,
+        shared=Shared(section.shared, section.scale, section.density, section.keep, section.layer_weights),
         own_rows=section.router in FITS,
         clone_noise=section.clone_noise,
         seed=config.seed,
