@@ -274,7 +274,7 @@ def saved_bytes(arm, batch: dict) -> int:
         storage = tensor.untyped_storage()
         if storage._cdata not in weights:
             kept[storage._cdata] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output that is saved with its history would keep itself alive
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = arm.model(**batch).loss  # alive while storages are counted

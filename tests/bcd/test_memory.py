@@ -48,6 +48,8 @@ def step(engine):
     """Bytes beyond the weights at the peak of one update."""
     state = sum(t.nbytes for s in engine.optimizer.state.values() for t in s.values())
     state += sum(m.nbytes for m in sum(engine._backend.masters, []) if not isinstance(m, torch.nn.Parameter))
+    if engine._expansion is not None:
+        state += sum(t.nbytes for tensors in engine._expansion.state.values() for t in tensors)
     highest = 0
     for _ in range(engine.gradient_accumulation_steps()):
         gradients = sum(p.grad.nbytes for p in engine._backend.parameters if p.grad is not None)
@@ -69,8 +71,9 @@ def step(engine):
         dict(granularity="module", activation_checkpointing=True),
         dict(max_block_gb=1e-4, always_on=["*norm*"], gradient_accumulation_steps=2),
         dict(granularity={"all": ["*"]}),
+        dict(order="ends", expansion={}),
     ],
-    ids=["layer", "module", "rows", "all"],
+    ids=["layer", "module", "rows", "all", "ends"],
 )
 def test_predicted_peak_is_the_measured_one(options, dtype):
     config = llama_config(width=64)
