@@ -342,3 +342,19 @@ def test_a_row_and_a_part_of_a_tensor(tmp_path):
     assert torch.equal(stored.row(2).read(), values[2:3])
     assert torch.equal(stored.part(6, (3, 2)).read(), values[1])
     assert stored.bytes == 96
+
+
+def test_quantised_weights_are_refused(tmp_path):
+    config = tiny_config("gpt_oss", 3)
+    config.quantization_config = {"quant_method": "mxfp4"}
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ArtifactError, match=r"its weights are quantised \(mxfp4\): save it dequantised first"):
+        Checkpoint.open(tmp_path)
+
+
+def test_layers_that_transformers_does_not_load_are_left_out(tmp_path):
+    save(tiny_model("deepseek_v3", 3), tmp_path)
+    before = Checkpoint.open(tmp_path).tensors
+    tensors = load_file(tmp_path / "model.safetensors") | {"model.layers.61.eh_proj.weight": torch.ones(3)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert Checkpoint.open(tmp_path).tensors.keys() == before.keys()

@@ -64,6 +64,16 @@ def test_split_then_merge_gives_back_every_bit(tmp_path, name, dtype):
     assert (out / "config.json").read_text() == (full / "config.json").read_text()
 
 
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_routers_keep_the_dtype_that_they_have_on_disk(tmp_path, name):
+    """Transformers holds DeepSeek's routers in float32; released checkpoints hold them in bfloat16."""
+    full = save(tiny_model(name, 3).to(torch.bfloat16), tmp_path / "full")
+    out = merged(tmp_path, full, split_all(full, tmp_path, 3), original=full)
+    before, after = Checkpoint.open(full).tensors, Checkpoint.open(out).tensors
+    assert all(stored.dtype == "BF16" for stored in before.values())
+    assert all(same_bits(stored.read(), after[key].read()) for key, stored in before.items())
+
+
 @pytest.mark.parametrize("experts", [1, 3, 7, 24])
 def test_round_trip_with_odd_numbers_of_experts(tmp_path, experts):
     model = tiny_model("qwen2_moe dense layers", experts, num_experts_per_tok=1)
