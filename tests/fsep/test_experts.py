@@ -146,13 +146,17 @@ def several_layouts():
     }
 
 
+def full_slots(ranks):
+    return EXPERTS if ranks == 1 else 3
+
+
 def traffic():
     """Bytes counted at the collective itself and by the link, for one forward and backward; and the formula's."""
     rank, ranks = rank_and_size()
-    draw = np.random.default_rng(0)
-    layouts = [random_layout(draw, EXPERTS, ranks, 3, full=True) for _ in range(2)]
+    slots, draw = full_slots(ranks), np.random.default_rng(0)
+    layouts = [random_layout(draw, EXPERTS, ranks, slots, full=True) for _ in range(2)]
     model = tiny_model("qwen2_moe", experts=EXPERTS).train()
-    fsep.attach(model, slots=3, planner=layouts)
+    fsep.attach(model, slots=slots, planner=layouts)
     run = sharded_layers(model)[0].runtime
     seen, real = {"weights": 0, "tokens": 0}, dist.all_to_all_single
 
@@ -169,38 +173,31 @@ def traffic():
         dist.all_to_all_single = real
     P = np.prod(FULL)
     # Two layers: unshard forward, unshard backward, reshard, each C P (N - 1) / N values with P rounded up.
-    formula = 2 * 3 * 3 * -(-P // ranks) * (ranks - 1) * 4
-    tokens = sum(
-        4
-        * 24
-        * 4
-        * (record.tokens_NP[rank].sum() - record.tokens_NP[rank][record.layout.copies.device == rank].sum())
-        for record in run.records.values()
-    )
-    returned = sum(
-        record.tokens_NP[:, record.layout.copies.device == rank].sum()
-        - record.tokens_NP[rank][record.layout.copies.device == rank].sum()
-        for record in run.records.values()
-    )
-    # Dispatch and combine's backward send this rank's pairs out; combine and dispatch's backward send rows back.
-    wanted = tokens // 4 * 2 + returned * 24 * 4 * 2
+    formula = 2 * 3 * slots * -(-P // ranks) * (ranks - 1) * 4
+    out = back = 0
+    for record in run.records.values():
+        mine = record.layout.copies.device == rank
+        out += record.tokens_NP[rank, ~mine].sum()
+        back += record.tokens_NP[:, mine].sum() - record.tokens_NP[rank, mine].sum()
+    # Dispatch and combine's backward send this rank's rows out, combine and dispatch's backward those of others back.
+    wanted = 2 * (out + back) * 24 * 4
     return {"seen": seen, "formula": int(formula), "tokens": int(wanted), "link": dict(run.weights.sent)}
 
 
 def memory(prefetch, delay, checkpointing):
     """Most rebuilt values and gradients alive, in layers of C experts, over three steps; and what is left over."""
     ranks = dist.get_world_size()
-    draw = np.random.default_rng(0)
+    slots, draw = full_slots(ranks), np.random.default_rng(0)
     model = tiny_model("qwen2_moe", experts=EXPERTS, num_hidden_layers=4).train()
-    layouts = [random_layout(draw, EXPERTS, ranks, 3, full=True) for _ in range(4)]
-    fsep.attach(model, slots=3, planner=layouts, prefetch=prefetch, delay_reshard=delay)
+    layouts = [random_layout(draw, EXPERTS, ranks, slots, full=True) for _ in range(4)]
+    fsep.attach(model, slots=slots, planner=layouts, prefetch=prefetch, delay_reshard=delay)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     run = sharded_layers(model)[0].runtime
-    with Living(3 * ranks * sharded_layers(model)[0].shard.shape[1]) as living:
+    with Living(slots * ranks * sharded_layers(model)[0].shard.shape[1]) as living:
         for step in range(3):
             loss_of(model, sequences(step, ranks, rows=2)[0], 1).backward()
-    size = 3 * ranks * sharded_layers(model)[0].shard.shape[1]
+    size = slots * ranks * sharded_layers(model)[0].shard.shape[1]
     return {
         "weights": run.rebuilder.meter.peak / size,
         "gradients": run.gradients.peak / size,
@@ -356,8 +353,8 @@ def check_numbers(results):
         for case in found["gradients"]:
             assert max(case.values()) < ROUNDING, case
         for case in found["training"]:
-            assert max(case["loss"], case["norm"]) < ROUNDING, case
-            assert case["weights"] < 1e-4, case
+            # Ten AdamW steps widen what rounding began.
+            assert case["loss"] < ROUNDING and max(case["norm"], case["weights"]) < 1e-4, case
         for case in found["bf16"]:
             assert case["loss"] < 0.03, case
         assert found["odd tokens"] < ROUNDING
