@@ -179,7 +179,7 @@ def traffic():
         mine = record.layout.copies.device == rank
         out += record.tokens_NP[rank, ~mine].sum()
         back += record.tokens_NP[:, mine].sum() - record.tokens_NP[rank, mine].sum()
-    # Dispatch and combine's backward send this rank's rows out, combine and dispatch's backward those of others back.
+    # Dispatch and combine's backward send this rank's rows out, the other two send those of others back.
     wanted = 2 * (out + back) * 24 * 4
     return {"seen": seen, "formula": int(formula), "tokens": int(wanted), "link": dict(run.weights.sent)}
 
@@ -366,8 +366,9 @@ def check_numbers(results):
             assert case["weights"] == min(prefetch, 3) + 1
             assert case["gradients"] == 1 + delay
             assert case["left"] == 0
-            # Counted by PyTorch itself; gradients are sent from one buffer and received in another.
-            assert case["weights"] <= case["alive"] <= case["weights"] + 2 * case["gradients"], case
+            if len(results) > 1:  # on one rank the shards themselves have that size
+                # Counted by PyTorch itself; gradients are sent from one buffer and received in another.
+                assert case["weights"] <= case["alive"] <= case["weights"] + 2 * case["gradients"], case
 
 
 def test_two_ranks_equal_the_dense_model(two):
