@@ -430,6 +430,9 @@ def test_evaluation_is_not_planned_for(two):
 # --- ranks that go away ---
 
 
+LIMIT = {"hangs": 8.0, "dies": 60.0}  # seconds; connecting has to fit in, on a busy machine too
+
+
 def leave(rank, port, folder):
     """Rank 1 first does nothing for longer than the limit, then dies; rank 0 notes what it is told, and when."""
     import os
@@ -438,8 +441,8 @@ def leave(rank, port, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     notes = []
-    for case in ("hangs", "dies"):
-        model = attached("mixtral", timeout_s=2.0 if case == "hangs" else 60.0)
+    for case in LIMIT:
+        model = attached("mixtral", timeout_s=LIMIT[case])
         model(input_ids=torch.ones((1, 4), dtype=torch.long))
         if rank == 1:
             if case == "dies":
@@ -477,7 +480,7 @@ def test_a_rank_that_hangs_or_dies_is_reported_in_time(tmp_path):
     for process in processes:
         process.join(240)
     assert [process.exitcode for process in processes] == [0, 7]
-    for (message, seconds), limit in zip(torch.load(tmp_path / "notes.pt"), (2.0, 60.0), strict=True):
+    for (message, seconds), limit in zip(torch.load(tmp_path / "notes.pt"), LIMIT.values(), strict=True):
         assert "rank 0 of 2: load of model.layers.0.mlp.experts failed" in message
         assert f"limit {limit:g} s" in message and "another rank has died" in message
-        assert seconds < 30
+        assert seconds < 40
