@@ -76,7 +76,7 @@ class Way:
 def ways(
     planner: Planner, stages: list[Training], cards: int | None = None, hours: Mapping[str, float] | None = None
 ) -> list[Way]:
-    """Every way with the tokens of the experiment's own stages, each on the fewest cards that it fits on.
+    """Every way with the tokens of the experiment's own stages, each on the number of cards that costs least.
 
     `cards` are there for submodels (as many as submodels where absent); `hours` are measured ones by name, as
     `read_hours` gives them, and stand for those of joint training and of the way that the experiment is set to.
@@ -158,21 +158,22 @@ def _step(
     cards: int | None = None,
     hours: float | list[float] | None = None,
 ) -> Step:
-    """The jobs on the fewest cards each that they fit on; with measured hours on as many as configured."""
+    """The jobs on the number of cards each that costs least among those that they fit on (the fewest, if another
+    saves no more than a percent); with measured hours on as many as configured."""
     job, memory = jobs[0], planner.memory
     share, _ = planner.utilization(device)
     batch = job.section.batch_size
-    counts = [count for count in COUNTS if count <= batch]
-    if hours is not None:
-        counts = [job.section.processes]
+    counts = [count for count in COUNTS if count <= batch] if hours is None else [job.section.processes]
+    tried = []
     for count in counts:
         setting = {"devices": count, "zero_stage": 0 if count == 1 else zero_stage}
-        first = memory.estimate(job, micro_batch=1, **setting)
-        if first.fits(device.memory_gb):
-            break
-    micro_batch = 1
-    if first.fits(device.memory_gb):
-        micro_batch = min(memory.largest(job, device.memory_gb, **setting), max(1, batch // count))
+        largest = memory.largest(job, device.memory_gb, **setting)
+        micro_batch = min(max(1, largest), max(1, batch // count))
+        seconds = job.seconds(device, micro_batch=micro_batch, utilization=share, **setting)
+        tried.append((count, largest > 0, micro_batch, seconds, setting))
+    fitting = [entry for entry in tried if entry[1]] or tried[-1:]
+    least = min(count * seconds for count, _, _, seconds, _ in fitting)
+    count, fits, micro_batch, _, setting = next(entry for entry in fitting if entry[0] * entry[3] <= 1.01 * least)
     if hours is None:
         distinct = {(each.rows, each.labels): each for each in jobs}
         each_takes = {
@@ -182,12 +183,13 @@ def _step(
         taken = [each_takes[each.rows, each.labels] for each in jobs]
     else:
         taken = hours if isinstance(hours, list) else [hours]
+    first = memory.estimate(job, micro_batch=1, **setting)
     return Step(
         name=name,
         device=device,
         devices=count,
         hours=tuple(taken),
-        fits=first.fits(device.memory_gb),
+        fits=fits,
         spare_gb=device.memory_gb - first.total / 1e9,
         micro_batch=micro_batch,
         at_once=len(jobs) if cards is None else max(1, cards // count),

@@ -228,7 +228,7 @@ def _stages(found: Plan) -> Table:
 
 
 def _ways(found: Plan) -> Table:
-    table = Table(title="Ways to the model on as many tokens, on the fewest cards that fit")
+    table = Table(title="Ways to the model on as many tokens, each on the cards that cost least")
     for column in ("way", "cards", "fits", "hours", "device-hours", "dollars", "priced alike", "break-even"):
         justify = "left" if column in ("way", "cards", "fits") else "right"
         table.add_column(column, justify=justify, no_wrap=column not in ("cards", "fits"))
@@ -258,7 +258,7 @@ def _break_even(found: Plan) -> str:
     marked = next((way.name for way in found.ways if way.cheapest), None)
     said = f"* the cheapest that fits: {marked}." if marked else "Nothing fits on these cards."
     return (
-        f"{said} Priced alike: every device at the price of the big one. Break-even: the price of a cheap "
+        f"{said} Equal tokens, not equal loss. Priced alike: every device at the price of the big one. Break-even: the price of a cheap "
         "device-hour, in those of a big one, at which a way costs what joint training does."
     )
 

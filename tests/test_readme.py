@@ -31,9 +31,9 @@ def test_the_make_targets_are_there():
 def playground(tmp_path):
     """A folder that looks like the repository, with tiny experiments."""
     corpus(tmp_path / "corpus")
-    (tmp_path / "configs").mkdir()
-    for name in ("quickstart", "eight_domains"):
-        raw = tiny_experiment(tmp_path, name=name, runs="runs", seed_phase={"tokens": 0})
+    (tmp_path / "configs" / "plans").mkdir(parents=True)
+    for name in ("quickstart", "eight_domains", "plans/paper_qwen_c4"):
+        raw = tiny_experiment(tmp_path, name=Path(name).name, runs="runs", seed_phase={"tokens": 0})
         raw["model"]["config"]["num_experts"] = 4
         raw["train"] |= {"tokens": 2048}
         raw["finetune"] |= {"tokens": 512, "router_tokens": 0}
