@@ -367,6 +367,7 @@ class Predictor:
         )
         count = min(config.active_blocks, len(cut.blocks))
         seen = set()
+        largest = 0  # elements of the whole blocks so far
         # Random orders join any blocks; neighbours stand for them, which is exact for one active block.
         visited = range(0, len(cut.blocks), count)
         if config.order == "ends":
@@ -377,8 +378,12 @@ class Predictor:
         for start in visited:
             blocks = cut.blocks[start : start + count]
             sizes = tuple(tuple(piece.shape for piece in block.pieces) for block in blocks)
-            if sizes not in seen:
+            elements = sum(block.numel for block in blocks)
+            # What is no larger and reaches less far down takes less; blocks cut by rows form whole gradients.
+            smaller = self.shallow and elements <= largest and all(p.rows is None for b in blocks for p in b.pieces)
+            if sizes not in seen and not smaller:
                 seen.add(sizes)
+                largest = max(largest, elements)
                 groups = make_groups(cut.always_on, blocks, config)
                 indices = range(start, start + len(blocks))
                 freed = above(cut, indices, depth, trainable) if config.expansion else ()

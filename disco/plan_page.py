@@ -258,8 +258,8 @@ def _break_even(found: Plan) -> str:
     marked = next((way.name for way in found.ways if way.cheapest), None)
     said = f"* the cheapest that fits: {marked}." if marked else "Nothing fits on these cards."
     return (
-        f"{said} Equal tokens, not equal loss. Priced alike: every device at the price of the big one. Break-even: the price of a cheap "
-        "device-hour, in those of a big one, at which a way costs what joint training does."
+        f"{said} Equal tokens, not equal loss. Priced alike: every device at the price of the big one. Break-even: "
+        "the price of a cheap device-hour, in those of a big one, at which a way costs what joint training does."
     )
 
 
