@@ -87,7 +87,7 @@ def ways(
     rest = [training for training in own if training.submodel is None]
     cheap = planner.device(config.hardware.train, "hardware.train")
     big = planner.device(config.hardware.finetune, "hardware.finetune")
-    blocks = {"method": "bcd", "blocks": getattr(getattr(config, "bcd", None), "settings", None) or {}}
+    blocks = {"method": "bcd", "blocks": config.bcd.settings}
 
     whole = joint_training(config, own)
     found = {

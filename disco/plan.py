@@ -204,10 +204,7 @@ def trainings(config: Experiment, run: Path | None = None) -> list[Training]:
 
     def training(name, model, section, rows, priced_as, **more) -> Training:
         count, labels, each = rows
-        blocks = getattr(getattr(config, "bcd", None), "settings", None)
-        method = getattr(section, "optimizer", "adamw")
-        if more.get("trainable") == "router":
-            method = "adamw"
+        method = "adamw" if more.get("trainable") == "router" else section.optimizer
         return Training(
             name=name,
             model=model,
@@ -218,7 +215,7 @@ def trainings(config: Experiment, run: Path | None = None) -> list[Training]:
             length=config.corpus.sequence_length,
             priced_as=priced_as,
             method=method,
-            blocks=blocks if method == "bcd" else None,
+            blocks=config.bcd.settings if method == "bcd" else None,
             seed=config.seed,
             **more,
         )
