@@ -66,7 +66,7 @@ def compare(config: Experiment, run: Path) -> list[Compared]:
         )
         measured = Figures(
             tokens=_whole(sum(kept * row["tokens"] for row, kept in steps)),
-            flops=_whole(_sum(row["flops"] if kept == 1 else kept * row["flops"] for row, kept in steps if kept)),
+            flops=_whole(sum(row["flops"] if kept == 1 else kept * row["flops"] for row, kept in steps if kept)),
             seconds=sum(kept * row["seconds"] for row, kept in steps),
             dollars=sum(kept * row["dollars"] for row, kept in steps),
             peak_memory_bytes=max(row["peak_memory_bytes"] for row, _ in own),
@@ -78,10 +78,6 @@ def compare(config: Experiment, run: Path) -> list[Compared]:
             Compared(name=training.name, device=device.name, price=price, predicted=predicted, measured=measured)
         )
     return found
-
-
-def _sum(values) -> float | int:
-    return sum(values)
 
 
 def _whole(value: float) -> float | int:
@@ -100,6 +96,8 @@ def show(found: list[Compared], console: Console) -> None:
         memory = (row.predicted.peak_memory_bytes / 1e9, row.measured.peak_memory_bytes / 1e9)
         table.add_row(row.name, row.device, *cells, _pair(*memory, ".3g"))
     console.print(table)
+    if any(row.device == "cpu" for row in found):
+        console.print("Memory: of tensors as predicted; as measured on a CPU, of the whole process.")
     for price in dict.fromkeys(row.price for row in found):
         console.print(f"dollars at {price}", highlight=False)
 
