@@ -194,10 +194,11 @@ def memory(prefetch, delay, checkpointing):
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     run = sharded_layers(model)[0].runtime
-    with Living(slots * ranks * sharded_layers(model)[0].shard.shape[1]) as living:
+    S = sharded_layers(model)[0].shard.shape[1]
+    with Living((slots, ranks, S), (slots, ranks * S), (slots * ranks, S)) as living:
         for step in range(3):
             loss_of(model, sequences(step, ranks, rows=2)[0], 1).backward()
-    size = slots * ranks * sharded_layers(model)[0].shard.shape[1]
+    size = slots * ranks * S
     return {
         "weights": run.rebuilder.meter.peak / size,
         "gradients": run.gradients.peak / size,
@@ -207,15 +208,15 @@ def memory(prefetch, delay, checkpointing):
 
 
 class Living(torch.utils._python_dispatch.TorchDispatchMode):
-    """The most storages of exactly ``elements`` fp32 values that were ever alive together."""
+    """The most storages that were ever alive together, of tensors first seen in one of ``shapes``."""
 
-    def __init__(self, elements):
+    def __init__(self, *shapes):
         super().__init__()
-        self._bytes, self._alive, self.peak = 4 * elements, {}, 0
+        self._shapes, self._alive, self.peak = shapes, {}, 0
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         out = function(*arguments, **(keywords or {}))
-        if isinstance(out, torch.Tensor) and out.untyped_storage().nbytes() == self._bytes:
+        if isinstance(out, torch.Tensor) and tuple(out.shape) in self._shapes:
             storage = out.untyped_storage()
             self._alive[storage._cdata] = torch.multiprocessing.reductions.StorageWeakRef(storage)
             self._alive = {key: ref for key, ref in self._alive.items() if not ref.expired()}
@@ -366,7 +367,7 @@ def check_numbers(results):
             assert case["weights"] == min(prefetch, 3) + 1
             assert case["gradients"] == 1 + delay
             assert case["left"] == 0
-            if len(results) > 1:  # on one rank the shards themselves have that size
+            if len(results) > 1:  # on one rank the shards themselves have that shape
                 # Counted by PyTorch itself; gradients are sent from one buffer and received in another.
                 assert case["weights"] <= case["alive"] <= case["weights"] + 2 * case["gradients"], case
 
