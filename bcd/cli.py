@@ -1,10 +1,16 @@
-"""Command line: ``bcd plan``."""
+"""Command line: ``bcd plan``, and the commands of packages beside this one.
+
+A package installed next to bcd adds commands with a module ``bcd_commands`` that has ``register(app)``. bcd needs
+none of them.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -50,8 +56,14 @@ def plan(
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
+def _add_commands() -> None:
+    for path in sorted(Path(__file__).parents[1].glob("*/bcd_commands.py")):
+        importlib.import_module(f"{path.parent.name}.bcd_commands").register(app)
+
+
 def main() -> None:
     """Entry point: bad input prints one line and exits with 2."""
+    _add_commands()
     try:
         app()
     except ValueError as error:

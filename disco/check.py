@@ -38,7 +38,7 @@ def check(config: Experiment, trained_here: Collection[str] = ("seed_phase", "tr
     check_tokenizer(config)
     _check_nodes(config)
     for name in ("seed_phase", "train", "finetune"):
-        _check_optimizer(name, getattr(config, name))
+        check_optimizer(name, getattr(config, name))
         if name in trained_here:
             nodes = config.launch.nodes if name == "finetune" else 1
             _check_devices(name, getattr(config, name), nodes)
@@ -109,7 +109,8 @@ def _check_model(config: Experiment, full, experts: int) -> None:
         )
 
 
-def _check_optimizer(name: str, section: Optimizer) -> None:
+def check_optimizer(name: str, section: Optimizer) -> None:
+    """Raise ConfigError for settings of a training stage that exclude each other."""
     frozen = (getattr(section, "mode", "full") == "expert" and "train.mode expert") or (
         getattr(section, "router_tokens", 0) and "finetune.router_tokens"
     )

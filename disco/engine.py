@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from disco.artifacts import ArtifactError
-from disco.checkpoint import expected
+from disco.checkpoint import expected, load_config
 from disco.config import BlockDescent, Optimizer
 from disco.descent import engine_config
+from disco.family import FAMILIES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -89,8 +90,12 @@ def load_model(folder: Path, dtype: str, experts: str) -> nn.Module:
     """The Hugging Face model in `folder`. A missing or unexpected weight raises ArtifactError."""
     from transformers import AutoModelForCausalLM
 
+    routed = load_config(folder).model_type in FAMILIES  # dense models have no experts to implement
     model, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=DTYPES[dtype], output_loading_info=True, experts_implementation=experts
+        folder,
+        dtype=DTYPES[dtype],
+        output_loading_info=True,
+        **({"experts_implementation": experts} if routed else {}),
     )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(kind):

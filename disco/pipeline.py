@@ -70,19 +70,22 @@ def run(
     transformers.utils.logging.disable_progress_bar()
     with artifacts.lock(config.folder):
         (config.folder / "experiment.yaml").write_text(config.dump(), encoding="utf-8")
-        again = _again(graph, start, force)
-        todo = _until(graph, until)
-        while todo:
-            batch = [todo.pop(0)]
-            if batch[0].submodel:  # its siblings need none of each other
-                family = batch[0].name.rpartition("/")[0]
-                batch += [stage for stage in todo if stage.submodel and stage.name.rpartition("/")[0] == family]
-                todo = [stage for stage in todo if stage not in batch]
-            batch = [stage for stage in batch if not _fresh(config, stage, stage.name in again, say)]
-            for stage in batch:
-                if stage.trains and stage.name not in again:
-                    _refuse_other_processes(config, stage)
-            _make_all(config, batch, say)
+        make_stale(config, _until(graph, until), _again(graph, start, force), say)
+
+
+def make_stale(config: Experiment, todo: list[Stage], again: set[str], say: Callable[[str], None]) -> None:
+    """Make those of the stages in `todo`, in order, that are not fresh or are named in `again`."""
+    while todo:
+        batch, todo = todo[:1], todo[1:]
+        if batch[0].submodel:  # its siblings need none of each other
+            family = batch[0].name.rpartition("/")[0]
+            batch += [stage for stage in todo if stage.submodel and stage.name.rpartition("/")[0] == family]
+            todo = [stage for stage in todo if stage not in batch]
+        batch = [stage for stage in batch if not _fresh(config, stage, stage.name in again, say)]
+        for stage in batch:
+            if stage.trains and stage.name not in again:
+                _refuse_other_processes(config, stage)
+        _make_all(config, batch, say)
 
 
 def trained_here(todo: Iterable[Stage]) -> set[str]:

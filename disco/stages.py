@@ -60,8 +60,8 @@ def stages(config: Experiment) -> dict[str, Stage]:
         graph += _disco(config, "baselines/random_split/", "random")
     run, models = config.folder, [stage.name for stage in graph if not stage.name.startswith("split/")]
     make = functools.partial(evaluate, config, run, stages=models)
-    graph.append(Stage("evaluate", tuple(models), _dump(config.evaluate), make))
-    graph.append(Stage("report", ("evaluate",), _dump(config.hardware), lambda out: report(config, run, out)))
+    graph.append(Stage("evaluate", tuple(models), dump(config.evaluate), make))
+    graph.append(Stage("report", ("evaluate",), dump(config.hardware), lambda out: report(config, run, out)))
     return {stage.name: stage for stage in graph}
 
 
@@ -72,7 +72,7 @@ def _start(config: Experiment) -> Iterator[Stage]:
     yield Stage(
         "prepare",
         (),
-        {"corpus": _dump(config.corpus), "model": model, "files": _source_files(config)},
+        {"corpus": dump(config.corpus), "model": model, "files": source_files(config)},
         lambda out: prepare(config, out, model_folder=checkpoint),
     )
     yield Stage(
@@ -85,7 +85,7 @@ def _start(config: Experiment) -> Iterator[Stage]:
         yield Stage(
             "start",
             ("prepare", "initial"),
-            _training(config, phase),
+            training(config, phase),
             lambda out: run_training(
                 config,
                 out,
@@ -107,7 +107,7 @@ def _disco(config: Experiment, prefix: str, method: str | None) -> Iterator[Stag
     yield Stage(
         f"{prefix}cluster",
         ("prepare", *looks),
-        {"cluster": _dump(config.cluster), "k": k, "method": method, "minimum_tokens": minimum},
+        {"cluster": dump(config.cluster), "k": k, "method": method, "minimum_tokens": minimum},
         lambda out: cluster(
             config,
             _corpus(config),
@@ -127,7 +127,7 @@ def _disco(config: Experiment, prefix: str, method: str | None) -> Iterator[Stag
         yield Stage(
             f"{prefix}train/{submodel}",
             ("prepare", f"{prefix}cluster", begins_from(config, submodel)),
-            {"train": _training(config, config.train), "submodel": submodel},
+            {"train": training(config, config.train), "submodel": submodel},
             lambda out, submodel=submodel: train_submodel(config, prefix, submodel, out),
             trains=True,
         )
@@ -135,7 +135,7 @@ def _disco(config: Experiment, prefix: str, method: str | None) -> Iterator[Stag
     yield Stage(
         f"{prefix}merge",
         ("prepare", f"{prefix}cluster", "start", *trained),
-        {"merge": _dump(config.merge), "model": _dump(config.model)},
+        {"merge": dump(config.merge), "model": dump(config.model)},
         lambda out: merge_submodels(config, prefix, out),
     )
     last = f"{prefix}merge"
@@ -150,7 +150,7 @@ def _disco(config: Experiment, prefix: str, method: str | None) -> Iterator[Stag
         yield Stage(
             f"{prefix}{name}",
             ("prepare", last),
-            _training(config, section),
+            training(config, section),
             functools.partial(
                 tune_model, config, f"{prefix}{name}", section, run / last, positions, trainable, salt
             ),
@@ -162,9 +162,9 @@ def _disco(config: Experiment, prefix: str, method: str | None) -> Iterator[Stag
 def _model(config: Experiment) -> tuple[dict, Path | None]:
     """What the first model depends on, and the folder of its source."""
     if config.model.source is None:
-        return _dump(config.model), None
+        return dump(config.model), None
     checkpoint = locate(config.model.source, config.model.revision)
-    return _dump(config.model) | {"content": identity(checkpoint)}, checkpoint
+    return dump(config.model) | {"content": identity(checkpoint)}, checkpoint
 
 
 def _joint(config: Experiment) -> Iterator[Stage]:
@@ -182,14 +182,14 @@ def _joint(config: Experiment) -> Iterator[Stage]:
         )
     section = joint_section(config)
     phases = {
-        "seed_phase": _dump(config.seed_phase),
-        "train": _dump(config.train),
-        "finetune": _training(config, config.finetune),
+        "seed_phase": dump(config.seed_phase),
+        "train": dump(config.train),
+        "finetune": training(config, config.finetune),
     }
     yield Stage(
         "baselines/joint",
         ("prepare", "cluster", begin),
-        phases | {"joint": _training(config, section)},
+        phases | {"joint": training(config, section)},
         lambda out: run_training(
             config,
             out,
@@ -330,7 +330,7 @@ def submodel_renormalize(config: Experiment) -> bool | None:
     return True
 
 
-def _source_files(config: Experiment) -> dict[str, str]:
+def source_files(config: Experiment) -> dict[str, str]:
     """Content of each source's local files, so that an edited file makes the corpus stale."""
     cache = config.folder / "hashes.json"
     return {
@@ -344,10 +344,11 @@ def _corpus(config: Experiment) -> Corpus:
     return Corpus.open(config.folder / "prepare")
 
 
-def _dump(section: Section) -> dict:
+def dump(section: Section) -> dict:
+    """The section without what changes nothing in the result."""
     return section.model_dump(mode="json", exclude=NEUTRAL)
 
 
-def _training(config: Experiment, section: Optimizer) -> dict:
+def training(config: Experiment, section: Optimizer) -> dict:
     """What a training stage depends on: its section, and how blocks are descended on where it does."""
-    return _dump(section) | ({"bcd": _dump(config.bcd)} if section.optimizer == "bcd" else {})
+    return dump(section) | ({"bcd": dump(config.bcd)} if section.optimizer == "bcd" else {})
