@@ -55,7 +55,7 @@ def load(path: Path, overrides: list[str]) -> Experiment:
 
 def run(config: Experiment, say: Callable[[str], None] = print) -> None:
     """Make every stage that is stale or missing, and say how good the model is and what it cost."""
-    _check(config)
+    check(config)
     with artifacts.lock(config.folder):
         pipeline.make_stale(config, stages(config), set(), say)
     results = artifacts.read_json(config.folder / "evaluate" / evaluate.RESULTS)
@@ -104,7 +104,8 @@ def stages(config: Experiment) -> list[Stage]:
     ]
 
 
-def _check(config: Experiment) -> None:
+def check(config: Experiment) -> None:
+    """Raise ConfigError for what cannot work. Reads no corpus and loads no weights."""
     source = _source(config)
     found = (
         load_config(source)

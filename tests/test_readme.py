@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from disco.single import SECTIONS
+from tests.disco.test_single import LLAMA
 from tests.disco.tiny_experiment import corpus, tiny_experiment
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +42,10 @@ def playground(tmp_path):
         if name == "eight_domains":
             raw["launch"]["parallel"] = 4
         (tmp_path / "configs" / f"{name}.yaml").write_text(yaml.safe_dump(raw))
+    one = tiny_experiment(tmp_path, name="bcd_finetune", runs="runs", train={"tokens": 1024, "optimizer": "bcd"})
+    one["model"] = {"config": LLAMA}
+    one = {key: value for key, value in one.items() if key in SECTIONS}
+    (tmp_path / "configs" / "bcd_finetune.yaml").write_text(yaml.safe_dump(one))
     return tmp_path
 
 
