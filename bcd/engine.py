@@ -113,6 +113,9 @@ class Engine:
         self._pending = False  # gradients that no update has used yet
         self._applied = False
         self._rate: float | None = None
+        # What the caller wrote for the last update: a rate written after backward comes too late for the
+        # expansion, which goes by the one before.
+        self._written: float | None = None
         self._grad_norm: float | None = None
         self._kept: dict[str, GroupState] = {}  # state of inactive groups, in host memory
         self._activate()
@@ -140,7 +143,10 @@ class Engine:
     def __call__(self, *args, **kwargs):
         """Forward pass of the model."""
         if self._expansion is not None:
-            self._expansion.enable(self.is_gradient_accumulation_boundary(), self.get_lr()[0], self.micro_steps)
+            rate = self._asked_rate()
+            if rate == self._offered and self._written is not None:
+                rate = self._written
+            self._expansion.enable(self.is_gradient_accumulation_boundary(), rate, self.micro_steps)
         if self._prefix is not None and torch.is_grad_enabled() and self.module.training:
             return self._prefix.forward(self._backend.forward, args, kwargs)
         return self._backend.forward(*args, **kwargs)
@@ -157,7 +163,10 @@ class Engine:
         the active ones had theirs."""
         boundary = self.is_gradient_accumulation_boundary()
         self._check_rows()
-        self._applied, norm = self._backend.step(self._asked_rate(), boundary)
+        rate = self._asked_rate()
+        if boundary:
+            self._written = None if rate == self._offered else rate
+        self._applied, norm = self._backend.step(rate, boundary)
         self.micro_steps += 1
         if not boundary:
             return
@@ -279,7 +288,7 @@ class Engine:
             **self._identity(),
             "schedule": self.schedule.state_dict(),
             "counters": (self.global_steps, self.skipped_steps, self.micro_steps, self._since_switch),
-            "rate": self._rate,
+            "rate": (self._rate, self._written),
             "active": self._backend.read(moments=True),
             "kept": self._kept,
             "statistics": {} if self._expansion is None else self._expansion.state,
@@ -307,7 +316,7 @@ class Engine:
         self._backend.deactivate()
         checkpoint.load_weights(found, self._backend)
         self.global_steps, self.skipped_steps, self.micro_steps, self._since_switch = state["counters"]
-        self._rate, self._kept = state["rate"], state["kept"]
+        (self._rate, self._written), self._kept = state["rate"], state["kept"]
         if self._expansion is not None:
             saved = state["statistics"].items()
             self._expansion.state = {name: [t.to(self.device) for t in tensors] for name, tensors in saved}

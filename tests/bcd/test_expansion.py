@@ -106,6 +106,30 @@ def test_resume_is_bit_exact(tmp_path):
         assert torch.equal(value, other.module.state_dict()[name])
 
 
+def test_rates_written_by_the_caller_reach_the_expansion(tmp_path):
+    """Before forward: at once. After backward, where its updates are made already: at the next one."""
+    engine = start(build(llama_config()), lr=1e-2)
+    used = []
+    engine._expansion.enable = lambda boundary, rate, step: used.append(rate)
+
+    def write(rate):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = rate
+
+    write(3e-3)
+    step(engine)
+    for rate in (5e-3, 4e-3):
+        engine.backward(engine(**batch(0)).loss)
+        write(rate)
+        engine.step()
+    engine.save_checkpoint(tmp_path)
+    step(engine)
+    engine.load_checkpoint(tmp_path)
+    step(engine)
+    step(engine)
+    assert used == [3e-3, 3e-3, 5e-3, 4e-3, 4e-3, 1e-2]
+
+
 def test_with_deepspeed_is_refused():
     with pytest.raises(ValueError, match="without DeepSpeed"):
         bcd.initialize(model=build(llama_config()), config={"expansion": {}}, ds_config={})
