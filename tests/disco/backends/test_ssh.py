@@ -37,6 +37,7 @@ def experiment(folder: Path, **changed) -> Experiment:
 def test_slots_come_from_what_hosts_have(tmp_path, monkeypatch):
     answers = {"gpu1": Abilities(4, 10**12, ()), "gpu2": Abilities(0, 10**12, ()), "gpu3": Abilities(3, 10**12, ())}
     monkeypatch.setattr(backend.ssh, "probe", lambda host, *rest: answers[host.name])
+    monkeypatch.setattr(backend.shutil, "which", lambda name: name)
     hosts = ["gpu1", {"name": "gpu2", "devices": 2}, {"name": "gpu3", "devices": 1}]
     slots = backend.slots_of(experiment(tmp_path, launch={"ssh": {"hosts": hosts}}), 0)
     assert [(str(slot), slot.devices, slot.beside) for slot in slots] == [
@@ -63,6 +64,7 @@ def test_all_unusable_hosts_are_named_before_any_work(tmp_path, monkeypatch):
         }[host.name]
 
     monkeypatch.setattr(backend.ssh, "probe", probe)
+    monkeypatch.setattr(backend.shutil, "which", lambda name: name)
     hosts = ["away", "bare", "full", {"name": "small", "devices": 2}]
     config = experiment(tmp_path, launch={"ssh": {"hosts": hosts}})
     with pytest.raises(ConfigError) as caught:
