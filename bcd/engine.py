@@ -140,9 +140,14 @@ class Engine:
         """Names of the blocks that train now."""
         return tuple(self.partition.blocks[i].name for i in self.schedule.blocks)
 
+    @property
+    def expanded(self) -> tuple[str, ...]:
+        """Names of the parameters above the active blocks that the expansion updates now."""
+        return () if self._expansion is None else tuple(self._expansion.names)
+
     def __call__(self, *args, **kwargs):
         """Forward pass of the model."""
-        if self._expansion is not None:
+        if self._expansion is not None and torch.is_grad_enabled():
             rate = self._asked_rate()
             if rate == self._offered and self._written is not None:
                 rate = self._written

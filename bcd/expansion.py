@@ -3,7 +3,8 @@
 Backward passes through these layers anyway; one matrix product more a weight gives its gradient, which is
 used and freed at once, so there is never more than one of them. A gradient is divided by the root of its
 second moment, of which only the means over rows and over columns are kept (Adafactor: Shazeer and Stern 2018,
-arXiv 1804.04235), without momentum.
+arXiv 1804.04235), without momentum. With several processes each gradient is averaged over them first, so that
+all make the same update.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from bcd.blocks import Partition, matches
 from bcd.config import Config
-from bcd.plain import PlainBackend
 
 STATISTICS_BETA = 0.99  # of the running means of squared gradients
 TINY = 1e-30
@@ -40,15 +40,19 @@ class Expansion:
     """Moves a parameter by ``lr * lr_ratio`` times its normalised gradient, whose root mean square is at most 1."""
 
     def __init__(self, backend, config: Config):
-        if not isinstance(backend, PlainBackend):
-            raise ValueError("expansion works without DeepSpeed: drop ds_config, or expansion")
-        self.config = config
+        if backend.stage == 3:
+            raise ValueError(
+                "expansion with zero_optimization.stage 3: a rank holds a whole weight only while its layer "
+                "computes, and the update comes after that: use stage 0, 1 or 2, or drop expansion"
+            )
+        if backend.half:
+            raise ValueError("expansion with fp16: its rounding of small updates is for bf16, use bf16 or fp32")
+        self.config, self._world = config, backend.world_size
         self.names: list[str] = []
         self.state: dict[str, list[torch.Tensor]] = {}  # running means, then the number of updates
         self._named = dict(backend.module.named_parameters())
         self._handles: list = []
         self._rate = 0.0
-        self.device = next(backend.module.parameters()).device
 
     def attach(self, names: Sequence[str]) -> None:
         """Update the parameters of these names from now on, and no others."""
@@ -64,10 +68,12 @@ class Expansion:
         self.attach(names)
         for name in names:
             self._named[name].requires_grad_(boundary)
-        if not boundary:
+        if not boundary or not names:
             return
         self._rate = rate * self.config.expansion.lr_ratio
-        self._generator = torch.Generator(self.device).manual_seed(1_000_003 * self.config.seed + step)
+        self._generator = torch.Generator(self._named[names[0]].device).manual_seed(
+            1_000_003 * self.config.seed + step
+        )
         for name in names:
             hook = lambda parameter, name=name: self._update(name, parameter)  # noqa: E731
             self._handles.append(self._named[name].register_post_accumulate_grad_hook(hook))
@@ -75,6 +81,10 @@ class Expansion:
     @torch.no_grad()
     def _update(self, name: str, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
+        parameter.requires_grad_(False)  # or DeepSpeed at ZeRO-0 makes it a gradient of zeros, to be reduced
+        if self._world > 1:
+            distributed.all_reduce(gradient)
+            gradient.div_(self._world)
         if not torch.isfinite(torch.linalg.vector_norm(gradient, dtype=torch.float32)):
             return
         update = self._normalise(name, gradient.float())

@@ -16,7 +16,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class PlainBackend:
     """AdamW on the active pieces of `module`."""
 
-    rank, world_size, stage, kind = 0, 1, 0, "plain"
+    rank, world_size, stage, kind, half = 0, 1, 0, "plain", False
 
     def __init__(self, model: nn.Module, config: Config):
         self.module, self.config = model, config

@@ -36,6 +36,7 @@ class DeepSpeedBackend:
         self.ds_config = _checked(ds_config, config)
         self.stage = self.ds_config.get("zero_optimization", {}).get("stage", 0)
         self.kind = f"zero{self.stage}"
+        self.half = bool(self.ds_config.get("fp16", {}).get("enabled"))
         self.accumulation = self.ds_config["gradient_accumulation_steps"]
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.depth = depths(model, decoder_layers(model))

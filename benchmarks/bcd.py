@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import importlib.util
 import json
 import sys
@@ -132,8 +133,11 @@ class TorchArm:
     def __init__(self, model, optimizer: torch.optim.Optimizer):
         self.model, self.optimizer = model, optimizer
 
+    def forward(self, batch: dict) -> torch.Tensor:
+        return self.model(**batch).loss
+
     def step(self, batch: dict) -> None:
-        self.model(**batch).loss.backward()
+        self.forward(batch).backward()
         torch.nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.grad is not None], 1.0)
         self.gradients = sum(p.grad.nbytes for p in self.model.parameters() if p.grad is not None)
         self.optimizer.step()
@@ -155,11 +159,14 @@ class BcdArm:
     def __init__(self, model, settings: dict):
         self.engine, self.model = bcd.initialize(model=model, config=settings), model
 
+    def forward(self, batch: dict) -> torch.Tensor:
+        return self.engine(**batch).loss
+
     def step(self, batch: dict) -> None:
         engine = self.engine
         freed = [] if engine._expansion is None else engine._expansion.names
         largest = max((self.model.get_parameter(name).nbytes for name in freed), default=0)
-        engine.backward(engine(**batch).loss)
+        engine.backward(self.forward(batch))
         active = [p for p in engine._backend.parameters if p.grad is not None]
         # AdamW makes its moments at the first update: two fp32 tensors a gradient, and a counter.
         self.highest = sum(p.nbytes for p in self.model.parameters()) + largest
@@ -277,7 +284,7 @@ def saved_bytes(arm, batch: dict) -> int:
         return tensor.detach()  # an output that is saved with its history would keep itself alive
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = arm.model(**batch).loss  # alive while storages are counted
+        loss = arm.forward(batch)  # alive while storages are counted
     del loss
     return sum(kept.values())
 
@@ -340,6 +347,8 @@ def _run(name: str, make: Callable, lr: float, seed: int, steps: int, start: dic
 
 
 def _train(runs: list[dict], starts: dict[int, dict], options: argparse.Namespace, every: int) -> None:
+    gc.collect()
+    gc.freeze()  # BAdam collects garbage at each switch: the other arms' objects shall not cost it time
     for step in range(max(each["steps"] for each in runs)):
         for each in runs:
             total = each["steps"]
@@ -357,6 +366,8 @@ def _train(runs: list[dict], starts: dict[int, dict], options: argparse.Namespac
             if (step + 1) % every == 0 or step + 1 == total:
                 loss = evaluate(arm.model, starts[each["seed"]]["held_out"])
                 each["curve"].append((step + 1, each["seconds"], loss))
+                name, seed, seconds = each["arm"], each["seed"], each["seconds"]
+                print(f"{step + 1} {name}, {seed}: {loss:.4f} {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
 def mean_rows(rows: list[dict]) -> list[list[str]]:

@@ -130,11 +130,6 @@ def test_rates_written_by_the_caller_reach_the_expansion(tmp_path):
     assert used == [3e-3, 3e-3, 5e-3, 4e-3, 4e-3, 1e-2]
 
 
-def test_with_deepspeed_is_refused():
-    with pytest.raises(ValueError, match="without DeepSpeed"):
-        bcd.initialize(model=build(llama_config()), config={"expansion": {}}, ds_config={})
-
-
 def test_second_moments_are_running_means_of_rows_and_columns():
     """Against plain formulas in fp64, over packed experts [E, rows, columns], with a row that has no gradient."""
     engine = start(build(moe_config()))

@@ -90,6 +90,7 @@ def results(cases, checkpoints):
             module = engine.module.state_dict()
             assert engine._backend.rank > 0 or weights.keys() == module.keys()
             assert all(torch.equal(value, module[name]) for name, value in weights.items())
+        own = {name: value.clone() for name, value in engine.module.state_dict().items()}
         norm = engine.get_global_grad_norm()
         del engine
         again = start(case, seed=7)
@@ -99,7 +100,7 @@ def results(cases, checkpoints):
         found.append(
             dict(
                 weights=weights, norm=norm, losses=losses, resumed=resumed, resumed_weights=outcome(again),
-                client=client, state=measured, sizes=sizes,
+                client=client, state=measured, sizes=sizes, own=own,
             )
         )  # fmt: skip
         del again
@@ -142,14 +143,16 @@ def others():
             gc.enable()
             found[("alive", stage, switch)] = sizes
             del engine
-    for ds_config in (
-        {"optimizer": {"type": "Adam"}},
-        {"gradient_clipping": 1.0},
-        {"zero_optimization": {"stage": 4}},
-        {"zero_optimization": {"compute_grad_norm": False}},
+    for ds_config, settings in (
+        ({"optimizer": {"type": "Adam"}}, {}),
+        ({"gradient_clipping": 1.0}, {}),
+        ({"zero_optimization": {"stage": 4}}, {}),
+        ({"zero_optimization": {"compute_grad_norm": False}}, {}),
+        ({"zero_optimization": {"stage": 3}}, {"expansion": {}}),
+        ({"fp16": {"enabled": True}}, {"expansion": {}}),
     ):
         try:
-            bcd.initialize(model=build(MODELS["llama"]), config=BASE, ds_config=ds_config)
+            bcd.initialize(model=build(MODELS["llama"]), config=BASE | settings, ds_config=ds_config)
         except ValueError as error:
             found.setdefault("refused", []).append(str(error))
     return found
@@ -176,10 +179,13 @@ CASES = [
     ("moe", 2, "fp32", {"expert_groups": 2, "gradient_accumulation_steps": 2, "state": "reset"}),
     ("moe", 3, "fp32", {"order": "shuffled", "seed": 3}),
     ("llama", 3, "bf16", {"max_block_gb": 8e-5, "activation_checkpointing": True}),
+    ("llama", 0, "fp32", {"expansion": {"lr_ratio": 0.5}, "gradient_accumulation_steps": 2}),
+    ("tied", 1, "bf16", {"expansion": {}, "activation_checkpointing": True}),
+    ("moe", 2, "fp32", {"expansion": {}, "order": "ends", "steps_per_block": 1, "max_block_gb": 8e-5}),
 ]
 
 
-TWO = [CASES[i] for i in (0, 2, 3, 4, 5)]
+TWO = [CASES[i] for i in (0, 2, 3, 4, 5, 7, 8, 9)]
 SWITCHES = [("llama", stage, dtype, {}) for stage, dtype in ((0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"))]
 
 
@@ -209,6 +215,8 @@ def check(cases, outcomes, world):
             assert found["client"] == {"case": number}
             _, expected = state_bytes(found["sizes"], dtype=case[2], devices=world, zero_stage=case[1])
             assert found["state"] == expected, (case, rank)
+            if case[1] < 3:
+                assert all(torch.equal(value, first["own"][name]) for name, value in found["own"].items()), case
         for name, value in first["weights"].items():
             assert torch.equal(value, first["resumed_weights"][name]), (case, name)
 
@@ -294,7 +302,7 @@ def test_accumulation_follows_from_the_batch_sizes(lone):
 
 
 def test_bad_deepspeed_configs(lone):
-    remedies = ["bcd owns it", "say it once", "use 0 to 3", "drop it"]
+    remedies = ["bcd owns it", "say it once", "use 0 to 3", "drop it", "use stage 0, 1 or 2", "use bf16 or fp32"]
     assert all(part in message for part, message in zip(remedies, lone["refused"], strict=True))
 
 
