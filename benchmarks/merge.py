@@ -77,9 +77,9 @@ def step(name: str, root: Path, experts: int, layers: int) -> dict:
     import torch
 
     from disco.checkpoint import identity, weight_files
-    from disco.config import Upcycle
     from disco.family import with_experts
     from disco.merge import merge
+    from disco.model_section import Upcycle
     from disco.split import split, write_submodel_note
     from disco.upcycle import upcycle
 

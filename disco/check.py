@@ -14,8 +14,7 @@ from disco.config import ConfigError, Experiment, Optimizer
 from disco.descent import blocks_of, with_stay
 from disco.family import as_submodel, num_experts, top_k, with_experts
 from disco.sources import check_sources
-from disco.split import groups_of
-from disco.stages import clusters, joint_section, starts_single, submodel_renormalize
+from disco.stages import clusters, groups, joint_section, old_text, starts_single, submodel_renormalize
 from disco.start import described_model
 from disco.tokenizer import check_tokenizer
 from disco.train import budget, price_of, updates
@@ -59,10 +58,16 @@ def check(config: Experiment, trained_here: Collection[str] = ("seed_phase", "tr
 
 
 def _check_model(config: Experiment, full, experts: int) -> None:
-    groups = groups_of(experts, clusters(config))
+    extension = config.model.extend
+    largest = len(groups(config)[0])
     if not starts_single(config):
-        as_submodel(full, len(groups[0]), submodel_renormalize(config))
-    if len(groups) < 2:
+        as_submodel(full, largest, submodel_renormalize(config))
+    if extension is not None:
+        old = experts - extension.experts
+        if extension.begin is not None and extension.begin >= old:
+            raise ConfigError(f"model.extend.begin is {extension.begin}: {config.model.source} has {old} experts")
+        old_text(config)
+    elif clusters(config) < 2:
         raise ConfigError("cluster.k is 1: there is nothing to merge with fewer than 2 clusters")
     if experts < 2:
         raise ConfigError(f"the model has {experts} routed expert: there is nothing to merge with fewer than 2")
@@ -145,7 +150,7 @@ def _check_devices(name: str, section: Optimizer, nodes: int) -> None:
 
 def _check_blocks(config: Experiment, full: PretrainedConfig) -> None:
     """Of every stage that descends on blocks: that they suit its model, and that each gets its turn."""
-    single, part = as_submodel(full, 1), groups_of(num_experts(full), clusters(config))[0]
+    single, part = as_submodel(full, 1), groups(config)[0]
     submodel = as_submodel(full, len(part), submodel_renormalize(config))
     share = None if config.train.tokens is None else max(1, config.train.tokens // clusters(config))
     trainable = "experts" if config.train.mode == "expert" else "all"

@@ -1,5 +1,6 @@
 """The command line: one command a stage, `run` for all of them, and what carries submodels between machines."""
 
+import json
 import os
 import sys
 import time
@@ -232,6 +233,28 @@ def generate(
         for layer, counts_E in enumerate(found.counts_LE):
             table.add_row(str(layer), *(f"{count / counts_E.sum():.0%}" for count in counts_E))
         console.print(table)
+
+
+@app.command(context_settings=DASHED)
+def extend(
+    checkpoint: Annotated[Path, typer.Argument(help="folder of a finished MoE")],
+    config: ConfigPath,
+    overrides: Overrides = None,
+    experts: Annotated[int, typer.Option(min=1, help="new experts")] = 1,
+) -> None:
+    """Add experts to a finished MoE, trained on the experiment's corpus. Its model, seed phase, fine-tuning and
+    baselines do not count; overrides do."""
+    from disco import pipeline
+    from disco.checkpoint import load_config
+
+    dtype = str(load_config(checkpoint).dtype or "float32").removeprefix("torch.")
+    model = {"source": str(checkpoint), "dtype": dtype, "extend": {"experts": experts}}
+    fixed = [f"model={json.dumps(model)}", "corpus.tokenizer.kind=model", "cluster.k=null", "train.mode=expert"]
+    fixed += ["seed_phase.tokens=0", "finetune.tokens=0", "finetune.router_tokens=0", "baselines=[]"]
+    experiment = _load(config, [*fixed, *(overrides or [])])
+    pipeline.run(experiment, say=_say)
+    last = experiment.folder / ("finetune" if experiment.finetune.tokens else "merge")
+    _say(f"extended model: {last}")
 
 
 @app.command("import-llama-moe")

@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from disco.block_descent import BlockDescent
 from disco.launching import Launch
+from disco.model_section import Model
 from disco.schema import BelowOne, ConfigError, Positive, Section, Share, Tokens
 
 
@@ -84,56 +85,6 @@ class Corpus(Section):
         if twice:
             raise ValueError(f"two sources are named '{twice[0]}': give each its own name")
         return sources
-
-
-class Upcycle(Section):
-    """A dense model to a Mixture-of-Experts of the class that is the same otherwise (Llama and Mistral to Mixtral,
-    Qwen2 to Qwen2Moe, Qwen3 to Qwen3Moe, OLMo 2 to FlexOlmo)."""
-
-    experts: Annotated[int, Field(ge=2)]
-    top_k: Positive = 2
-    method: Literal["copy", "drop", "split"] = Field(
-        "copy",
-        description="an expert is the whole feed-forward part; that with a share of its neurons drawn anew; or an "
-        "equal part of it",
-    )
-    drop: Share | None = Field(None, description="share of the neurons that method drop draws anew; 0.5 if absent")
-    noise: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="standard deviation of noise on each expert's weights, as a share of the matrix's own"
-    )
-
-    @model_validator(mode="after")
-    def _fit(self):
-        if self.top_k > self.experts:
-            raise ValueError(
-                f"top_k is {self.top_k} but there are {self.experts} experts: set it to 1..{self.experts}"
-            )
-        if self.drop is not None and self.method != "drop":
-            raise ValueError(f"drop is for method drop, not {self.method}: leave it out or set method: drop")
-        return self
-
-
-class Model(Section):
-    """Where the full MoE comes from: `source` (a folder or hub name), or `config` (from scratch)."""
-
-    source: str | None = None
-    revision: str | None = None
-    config: dict[str, Any] | None = Field(None, description="Hugging Face config with model_type")
-    upcycle: Upcycle | None = Field(None, description="source or config is a dense model, to be given experts")
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    experts: Literal["grouped_mm", "batched_mm", "eager"] = Field(
-        "grouped_mm", description="Hugging Face's implementation of the expert layer"
-    )
-
-    @model_validator(mode="after")
-    def _one_start(self):
-        if (self.source is None) == (self.config is None):
-            raise ValueError(
-                "give exactly one of model.source (a folder or hub name) and model.config (from scratch)"
-            )
-        if self.config is not None and "model_type" not in self.config:
-            raise ValueError("model.config has no model_type: for example model_type: qwen2_moe")
-        return self
 
 
 class Cluster(Section):
@@ -345,9 +296,34 @@ class Experiment(Section):
         if not isinstance(dial, int) or not all(isinstance(section, dict) for section in sections.values()):
             return raw
         scratch = sections["model"].get("source") is None
-        for name, tokens in (("seed_phase", dial if scratch else 0), ("finetune", dial // 2)):
+        extends = sections["model"].get("extend") is not None
+        if extends:
+            raw = raw | {"train": {"mode": "expert"} | sections["train"]}
+        for name, tokens in (("seed_phase", dial if scratch else 0), ("finetune", 0 if extends else dial // 2)):
             raw = raw | {name: {"tokens": tokens} | sections[name]}
         return raw
+
+    @model_validator(mode="after")
+    def _extension(self):
+        """Settings that would change what `model.extend` keeps, or that it has no use for."""
+        if self.model.extend is None:
+            return self
+        wanted = {
+            "seed_phase.tokens": (self.seed_phase.tokens, 0),
+            "train.mode": (self.train.mode, "expert"),
+            "cluster.k": (self.cluster.k or self.model.extend.experts, self.model.extend.experts),
+            "baselines": (self.baselines, []),
+        }
+        used = {"router", "probe_tokens", "probe_l2"}
+        for key, field in Merge.model_fields.items():
+            if key not in used:
+                wanted[f"merge.{key}"] = (getattr(self.merge, key), field.default)
+        for key, (found, value) in wanted.items():
+            if found != value:
+                raise ValueError(f"{key} is {found!r}, with model.extend it has to be {value!r}: leave it out")
+        if self.merge.router == "original":
+            raise ValueError("merge.router is 'original', but new experts have no rows yet: set merge.router=probe")
+        return self
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] = ()) -> "Experiment":

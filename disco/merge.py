@@ -100,7 +100,7 @@ def merge(
     if renormalize is None and original is None and family_of(config).renormalize is not False:
         renormalize = True
     config = with_experts(config, total, top_k(config), renormalize)
-    parts = _open_submodels(base, submodels, config, _shares(weights, len(submodels)))
+    parts = open_submodels(base, submodels, config, _shares(weights, len(submodels)))
     roles = {key: base.family.role(key).kind for key in base.tensors}
     shared.check([key for key, kind in roles.items() if kind == "shared"], len(parts))
     router = None if original is None else _open_original(Path(original), config, parts[0].checkpoint)
@@ -140,10 +140,11 @@ def _shares(weights: list[float] | None, count: int) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def _open_submodels(
-    base: Checkpoint, folders: list[Path], config: PretrainedConfig, shares: list[float]
+def open_submodels(
+    base: Checkpoint, folders: list[Path], config: PretrainedConfig, shares: list[float] | None = None
 ) -> list[Submodel]:
-    """Open the submodels and refuse those that do not belong together, by name."""
+    """Open the submodels of `base` for a merged model of `config`; refuse those that do not belong together."""
+    shares = _shares(None, len(folders)) if shares is None else shares
     start = identity(base.folder)
     tokenizer = tokenizer_identity(base.folder)
     wanted = _architecture(with_experts(config, 1, 1))
@@ -237,7 +238,7 @@ def _experts(template: str, like: Stored, parts: list[Submodel], noise: float, s
         several = num_experts(part.checkpoint.config) > 1
         for index, expert in enumerate(part.note.group):
             key = template.format(e=index if several else 0)
-            chunks = partial(_finite, key, part.checkpoint)
+            chunks = partial(finite, key, part.checkpoint)
             if noise and index and not several:
                 chunks = partial(_noisy, key, part.checkpoint, noise, (seed, template, expert))
             outputs.append(Output(template.format(e=len(outputs)), like.dtype, like.shape, chunks))
@@ -247,13 +248,13 @@ def _experts(template: str, like: Stored, parts: list[Submodel], noise: float, s
 def _noisy(key: str, part: Checkpoint, noise: float, name: tuple) -> Iterator[memoryview]:
     generator = seeded(*name)
     _, std = part.tensors[key].moments()
-    for chunk in _finite(key, part):
+    for chunk in finite(key, part):
         values = as_tensor(chunk, part.tensors[key].dtype)
         fresh = torch.randn(values.shape, generator=generator) * (noise * std)
         yield as_bytes((values.float() + fresh).to(values.dtype))
 
 
-def _finite(key: str, part: Checkpoint) -> Iterator[bytearray]:
+def finite(key: str, part: Checkpoint) -> Iterator[bytearray]:
     """Chunks of a tensor of `part`. Raises ArtifactError at one that is not finite."""
     stored = part.tensors[key]
     for chunk in stored.chunks():
@@ -276,15 +277,15 @@ def _shared(key: str, base: Checkpoint, parts: list[Submodel], shared: Shared) -
 
     def chunks() -> Iterator:
         if shared.method == "keep":
-            yield from _finite(key, ordered[shared.keep].checkpoint)
+            yield from finite(key, ordered[shared.keep].checkpoint)
             return
         thresholds = []
         if shared.method == "ties" and dtype in FLOATS:
             for part in ordered:
-                pairs = zip(_finite(key, base), _finite(key, part.checkpoint), strict=True)
+                pairs = zip(finite(key, base), finite(key, part.checkpoint), strict=True)
                 thresholds.append(threshold(pairs, shared.density, dtype))
         sources = (base, *(part.checkpoint for part in ordered))
-        for anchor, *thetas in zip(*(_finite(key, source) for source in sources), strict=True):
+        for anchor, *thetas in zip(*(finite(key, source) for source in sources), strict=True):
             if dtype not in FLOATS and any(theta != thetas[0] for theta in thetas):
                 raise ArtifactError(f"{key} is {dtype} and differs between submodels: it has no average")
             if shared.method == "average" or all(theta == anchor for theta in thetas):

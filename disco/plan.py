@@ -20,7 +20,7 @@ from bcd.config import read as read_bcd
 from bcd.memory import Estimate, Predictor
 from bcd.schedule import BlockSchedule
 from disco.config import ConfigError, Experiment, Optimizer
-from disco.family import as_submodel, num_experts, set_trainable
+from disco.family import as_submodel, num_experts, set_trainable, top_k, with_experts
 from disco.loss import labelled_cross_entropy
 from disco.split import groups_of
 from disco.start import described_model, full_config, starts_single
@@ -182,12 +182,16 @@ def planned_model(config: Experiment) -> PretrainedConfig:
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"model.source is '{source}': its config.json cannot be read: {reason}") from None
+    if config.model.extend is not None:
+        return with_experts(found, num_experts(found) + config.model.extend.experts, top_k(found))
     return found if upcycle is None else upcycled_config(found, upcycle)
 
 
 def submodel_models(config: Experiment, full: PretrainedConfig) -> list[PretrainedConfig]:
     """The configuration of each submodel: one expert, or where clusters are fewer than experts a group of them."""
     experts = num_experts(full)
+    if config.model.extend is not None:
+        return [as_submodel(full, 1)] * config.model.extend.experts
     groups = groups_of(experts, config.cluster.k or experts)
     sizes = [1 if starts_single(config) else len(group) for group in groups]
     made = {size: as_submodel(full, size) for size in set(sizes)}

@@ -18,9 +18,10 @@ from disco import artifacts
 from disco.checkpoint import identity
 from disco.cluster import assignments, cluster
 from disco.combine import Shared
-from disco.config import Experiment, Finetune, Optimizer, Section
+from disco.config import Experiment, Finetune, Optimizer, Section, Source
 from disco.corpus import Corpus, prepare
 from disco.evaluate import evaluate
+from disco.extend import extend, favourite, fit_new_rows
 from disco.family import num_experts
 from disco.merge import merge
 from disco.packing import Rows
@@ -118,7 +119,15 @@ def _disco(config: Experiment, prefix: str, method: str | None) -> Iterator[Stag
             minimum_tokens=minimum,
         ),
     )
-    if not prefix and not starts_single(config):
+    if config.model.extend is not None:
+        for submodel in range(k):
+            yield Stage(
+                begins_from(config, submodel),
+                ("prepare", "cluster", "start"),
+                {"begin": config.model.extend.begin, "submodel": submodel},
+                functools.partial(begin_extension, config, submodel),
+            )
+    elif not prefix and not starts_single(config):
         for submodel in range(k):
             keys = {"submodels": k, "renormalize": submodel_renormalize(config)}
             make = functools.partial(split, run / "start", submodel, **keys)
@@ -135,8 +144,8 @@ def _disco(config: Experiment, prefix: str, method: str | None) -> Iterator[Stag
     yield Stage(
         f"{prefix}merge",
         ("prepare", f"{prefix}cluster", "start", *trained),
-        {"merge": dump(config.merge), "model": dump(config.model)},
-        lambda out: merge_submodels(config, prefix, out),
+        {"merge": dump(config.merge), "model": dump(config.model)} | old_text_hash(config),
+        lambda out: (merge_submodels if config.model.extend is None else extend_model)(config, prefix, out),
     )
     last = f"{prefix}merge"
     # Routers are smaller than a block: blocks would save nothing.
@@ -246,7 +255,7 @@ def submodel_input(config: Experiment, prefix: str, submodel: int) -> tuple[Rows
         "expert": submodel,
         "experts": clusters(config),
         "clustering": artifacts.content(folder),
-        "group": groups_of(num_experts(described_model(config)), clusters(config))[submodel],
+        "group": groups(config)[submodel],
     }
     return submodel_rows(config, _corpus(config), assignments(folder, "train"), submodel), note
 
@@ -309,18 +318,65 @@ def merge_submodels(config: Experiment, prefix: str, out: Path) -> None:
         tokens=section.probe_tokens,
         l2=section.probe_l2,
         seed=config.seed,
-        groups=[len(group) for group in groups_of(num_experts(described_model(config)), k)],
+        groups=[len(group) for group in groups(config)],
     )
 
 
+def begin_extension(config: Experiment, submodel: int, out: Path) -> None:
+    """What a new expert begins from: one of the old model's, alone."""
+    start, expert = config.folder / "start", config.model.extend.begin
+    if expert is None:
+        labels = assignments(config.folder / "cluster", "train")
+        expert = favourite(start, submodel_rows(config, _corpus(config), labels, submodel))
+    split(start, expert, out)
+
+
+def extend_model(config: Experiment, prefix: str, out: Path) -> None:
+    """The old model and its new experts, then their rows of the router."""
+    run, section = config.folder, config.merge
+    labels = assignments(run / "cluster", "train")
+    trained = [run / f"{prefix}train/{submodel}" for submodel in range(clusters(config))]
+    extend(run / "start", trained, out, seed=config.seed)
+    fit_new_rows(
+        out,
+        [submodel_rows(config, _corpus(config), labels, submodel) for submodel in range(clusters(config))],
+        method=section.router,
+        tokens=section.probe_tokens,
+        l2=section.probe_l2,
+        seed=config.seed,
+        old=run / "start",
+        old_text=old_text(config),
+    )
+
+
+def old_text(config: Experiment) -> list[Path]:
+    """Files of `model.extend.old_text`. Raises ConfigError for a glob that matches nothing."""
+    globs = config.model.extend.old_text if config.model.extend else []
+    return local_files(Source(name="model.extend.old_text", files=globs)) if globs else []
+
+
+def old_text_hash(config: Experiment) -> dict:
+    files = old_text(config)
+    hashes = artifacts.file_hashes(files, config.folder / "hashes.json")
+    return {"old_text": artifacts.fingerprint(hashes)} if files else {}
+
+
 def clusters(config: Experiment) -> int:
-    """Clusters, and submodels: one an expert, or fewer."""
+    """Clusters, and submodels: one an expert (a new one, where a model is extended), or fewer."""
+    if config.model.extend is not None:
+        return config.model.extend.experts
     return config.cluster.k or num_experts(described_model(config))
+
+
+def groups(config: Experiment) -> list[list[int]]:
+    """The experts of the full model that each submodel stands for."""
+    experts, k = num_experts(described_model(config)), clusters(config)
+    return groups_of(experts, k) if config.model.extend is None else [[e] for e in range(experts - k, experts)]
 
 
 def grouped(config: Experiment) -> bool:
     """Whether a submodel has a group of experts, with a router of its own."""
-    return not starts_single(config) and clusters(config) < num_experts(described_model(config))
+    return not starts_single(config) and any(len(group) > 1 for group in groups(config))
 
 
 def submodel_renormalize(config: Experiment) -> bool | None:

@@ -218,6 +218,8 @@ def described_model(config: Experiment) -> PretrainedConfig:
     else:
         raw = {"vocab_size": config.corpus.tokenizer.vocab_size} | config.model.config
         found = model_config(raw, dense=dense)
+    if config.model.extend is not None:
+        return with_experts(found, num_experts(found) + config.model.extend.experts, top_k(found))
     return upcycled_config(found, config.model.upcycle) if dense else found
 
 

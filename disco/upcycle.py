@@ -38,8 +38,9 @@ from disco.checkpoint import (
     seeded,
     write_model,
 )
-from disco.config import ConfigError, Upcycle
+from disco.config import ConfigError
 from disco.family import FAMILIES, Family, with_experts
+from disco.model_section import Upcycle
 
 FEED_FORWARD = re.compile(r"^(?P<layer>.*layers\.\d+)\.mlp\.(?P<part>gate|up|down)_proj\.weight$")
 DROP = 0.5

@@ -6,8 +6,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from disco import pipeline
 from disco.checkpoint import Checkpoint, Output, write_weights
-from disco.config import ConfigError, Experiment, Upcycle
+from disco.config import ConfigError, Experiment
 from disco.family import family_of, moe_blocks, num_experts, renormalizes, top_k
+from disco.model_section import Upcycle
 from disco.start import described_model, model_config
 from disco.upcycle import TARGETS, upcycle, upcycled_config
 from tests.disco.tiny_experiment import corpus, tiny_experiment
