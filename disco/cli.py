@@ -82,11 +82,15 @@ def status(run: Annotated[Path, typer.Argument(help="run folder, or the experime
     console.print(table)
 
 
+def _until(stage: str, config: Path, overrides: list[str] | None) -> None:
+    from disco import pipeline
+
+    pipeline.run(_load(config, overrides), until=stage, say=_say)
+
+
 def _stage_command(name: str, text: str) -> Callable:
     def command(config: ConfigPath, overrides: Overrides = None) -> None:
-        from disco import pipeline
-
-        pipeline.run(_load(config, overrides), until=name, say=_say)
+        _until(name, config, overrides)
 
     command.__doc__ = text
     return app.command(name, context_settings=DASHED)(command)
@@ -96,8 +100,60 @@ _stage_command("prepare", "Read, deduplicate, split and tokenise the corpus.")
 _stage_command("cluster", "Cluster the corpus (and what comes before).")
 _stage_command("merge", "Merge the trained submodels (and what comes before).")
 _stage_command("finetune", "Fine-tune the merged model (and what comes before).")
-_stage_command("evaluate", "Evaluate every model of the run (and what comes before).")
 _stage_command("report", "Write the report (and what comes before).")
+
+
+@app.command(context_settings=DASHED)
+def evaluate(
+    target: Annotated[Path, typer.Argument(help="experiment file or run folder, or any model folder")],
+    overrides: Overrides = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="held-out text: files or globs; .jsonl, .parquet, .csv")
+    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="lm_eval tasks, separated by commas")] = None,
+    include_path: Annotated[str | None, typer.Option(help="folder with task files of your own")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="examples in a task's prompt")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="questions of each task at most")] = None,
+    column: Annotated[str, typer.Option(help="column of the text in data")] = "text",
+    sequence_length: Annotated[int | None, typer.Option(min=1, help="positions of a row of data")] = None,
+    max_rows: Annotated[int | None, typer.Option(min=1, help="rows of data at most")] = None,
+    batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    as_json: Annotated[Path | None, typer.Option("--json", help="write everything to this file")] = None,
+) -> None:
+    """Evaluate every model of a run (and what comes before); or one model folder on held-out text and tasks."""
+    from disco.config import ConfigError, Task
+
+    if not (target / "config.json").is_file():
+        if data or tasks or as_json:
+            raise ConfigError(f"{target}: --data, --tasks and --json are for a model folder: it has no config.json")
+        return _until("evaluate", target, overrides)
+    if overrides:
+        raise ConfigError(f"'{overrides[0]}': a model folder takes no overrides")
+    from disco.artifacts import write_json
+    from disco.evaluate_model import evaluate_model
+
+    shared = {"include_path": include_path, "num_fewshot": num_fewshot, "limit": limit}
+    found = evaluate_model(
+        target,
+        data=data or [],
+        tasks=[Task(name=name.strip(), **shared) for name in (tasks or "").split(",") if name.strip()],
+        column=column,
+        sequence_length=sequence_length,
+        max_rows=max_rows,
+        batch_size=batch_size,
+    )
+    if "data" in found:
+        table = Table("text", "cross-entropy", "perplexity", "tokens")
+        for name, entry in (("all", found["data"]), *found["data"]["by_file"].items()):
+            values = (entry[key] for key in ("cross_entropy", "perplexity"))
+            shown = ("not finite" if value is None else f"{value:.4f}" for value in values)
+            table.add_row(name, *shown, f"{entry['tokens']:,}")
+        console.print(table)
+    for task, scores in found.get("tasks", {}).items():
+        _say(f"{task}: " + ", ".join(f"{metric} {value:.4f}" for metric, value in scores.items()))
+    if as_json is not None:
+        write_json(as_json, found)
+        _say(f"written: {as_json}")
 
 
 @app.command()

@@ -25,8 +25,13 @@ def check_sources(corpus: Corpus) -> None:
     first row. Raises ConfigError: package not installed, no file matched, unreadable or empty files, not a file
     of the stated kind, column missing or not text, hub unreachable.
     """
-    files = {source.name: local_files(source) for source in corpus.sources}
-    for source in corpus.sources:
+    check_sources_of(corpus.sources)
+
+
+def check_sources_of(sources: Iterable[Source]) -> None:
+    sources = list(sources)
+    files = {source.name: local_files(source) for source in sources}
+    for source in sources:
         for path in files[source.name]:
             if not os.access(path, os.R_OK):
                 raise ConfigError(f"source '{source.name}': {path} cannot be read: check its permissions")
@@ -35,7 +40,7 @@ def check_sources(corpus: Corpus) -> None:
                 f"source '{source.name}': all {len(files[source.name])} matched files are empty: "
                 "remove the source or mend its globs"
             )
-    for source in corpus.sources:
+    for source in sources:
         if not source.files and not any([_first_row(source, path) for path in _parts(source)]):  # opens every one
             raise ConfigError(f"source '{source.name}' holds no rows: remove it")
 
