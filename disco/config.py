@@ -186,7 +186,9 @@ class Train(Optimizer):
 
 class Merge(Section):
     backbone: Literal["tokens", "uniform"] | list[Annotated[float, Field(ge=0)]] = "tokens"
-    router: Literal["original", "random", "centroid", "probe"] = "probe"
+    router: Literal["original", "random", "centroid", "probe", "hidden", "cheap_embed"] = Field(
+        "probe", description="hidden and cheap_embed: rows from prompts, as mergekit-moe makes them"
+    )
     renormalize: bool | None = Field(
         None,
         description="norm_topk_prob of the merged model: experts trained at weight 1 need it; absent = true, "
@@ -321,8 +323,8 @@ class Experiment(Section):
         for key, (found, value) in wanted.items():
             if found != value:
                 raise ValueError(f"{key} is {found!r}, with model.extend it has to be {value!r}: leave it out")
-        if self.merge.router == "original":
-            raise ValueError("merge.router is 'original', but new experts have no rows yet: set merge.router=probe")
+        if self.merge.router not in (fits := ("probe", "centroid", "random")):
+            raise ValueError(f"merge.router is '{self.merge.router}': rows of new experts are {', '.join(fits)}")
         return self
 
     @classmethod

@@ -29,6 +29,7 @@ from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 from transformers import AutoModelForCausalLM
 
+from disco import prompts
 from disco.artifacts import ArtifactError, write_json
 from disco.checkpoint import FLOATS, Checkpoint
 from disco.config import ConfigError
@@ -58,13 +59,15 @@ def initialise_router(
     l2: float,
     seed: int,
     groups: list[int] | None = None,
+    base: Path | None = None,
 ) -> dict:
     """Fit the routers of the model in `merged` in place; `rows[k]` are rows of the cluster of expert k.
 
     groups: how many consecutive experts each cluster has, one if absent. All experts of a cluster get its fitted
         row, and beside it how their own rows, as they are in `merged`, differ from the mean of the group's.
 
-    method: "probe" or "centroid"; "original" and "random" leave what the merge has written.
+    method: "probe" or "centroid"; "hidden" or "cheap_embed" (`prompts.py`), of the model in `base` that the
+        submodels began from; "original" and "random" leave what the merge has written.
     tokens: labelled positions to capture, in equal parts from the clusters. l2: scikit-learn's C.
 
     Returns, and writes to router.json, per layer the share of positions that the router sends to their cluster's
@@ -73,7 +76,7 @@ def initialise_router(
     the model's activations are not finite.
     """
     merged = Path(merged)
-    if method not in FITS:
+    if method not in METHODS:
         report = {"method": method, "layers": []}
         write_json(merged / REPORT, report)
         return report
@@ -85,6 +88,11 @@ def initialise_router(
             f"{len(rows)} clusters of {sum(groups)} experts but the merged model has {experts} experts"
         )
     cluster_E = np.repeat(np.arange(len(groups)), groups)
+    if method in prompts.METHODS:
+        prompts.write_prompt_rows(merged, base, rows, cluster_E, method=method, tokens=tokens)
+        report = {"method": method, "layers": []}
+        write_json(merged / REPORT, report)
+        return report
     probe = choose(rows, tokens, seed)
     model = AutoModelForCausalLM.from_pretrained(merged, dtype="auto", experts_implementation="eager")
     model.requires_grad_(False).eval().to("cuda" if torch.cuda.is_available() else "cpu")
@@ -231,3 +239,4 @@ def fit_centroid(features_NH: np.ndarray, cluster_N: np.ndarray, experts: int, l
 
 
 FITS: dict[str, Fit] = {"probe": fit_probe, "centroid": fit_centroid}
+METHODS = (*FITS, *prompts.METHODS)  # that give routers rows of their own

@@ -26,7 +26,7 @@ from disco.family import num_experts
 from disco.merge import merge
 from disco.packing import Rows
 from disco.report import report
-from disco.router import FITS, initialise_router
+from disco.router import METHODS, initialise_router
 from disco.sources import local_files
 from disco.split import groups_of, split, write_submodel_note
 from disco.start import described_model, full_config, initial_model, locate, starts_single
@@ -306,7 +306,7 @@ def merge_submodels(config: Experiment, prefix: str, out: Path) -> None:
         original=run / "start" if section.router == "original" else None,
         renormalize=section.renormalize,
         shared=Shared(section.shared, section.scale, section.density, section.keep, section.layer_weights),
-        own_rows=section.router in FITS,
+        own_rows=section.router in METHODS,
         clone_noise=section.clone_noise,
         seed=config.seed,
     )
@@ -319,6 +319,7 @@ def merge_submodels(config: Experiment, prefix: str, out: Path) -> None:
         l2=section.probe_l2,
         seed=config.seed,
         groups=[len(group) for group in groups(config)],
+        base=run / "start",
     )
 
 

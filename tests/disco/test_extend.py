@@ -267,7 +267,10 @@ def test_the_command_extends_a_model_end_to_end(finished, monkeypatch):
         ({"train": {"mode": "full"}}, "train.mode is 'full', with model.extend it has to be 'expert'"),
         ({"cluster": {"k": 3}}, "cluster.k is 3, with model.extend it has to be 1"),
         ({"baselines": ["joint"]}, "baselines is"),
-        ({"merge": {"router": "original"}}, "new experts have no rows yet"),
+        (
+            {"merge": {"router": "original"}},
+            "merge.router is 'original': rows of new experts are probe,",
+        ),
         ({"merge": {"shared": "ties"}}, "merge.shared is 'ties'"),
     ],
 )
