@@ -12,6 +12,7 @@ from disco import artifacts
 from disco.checkpoint import expected
 from disco.config import ConfigError, Experiment, Optimizer
 from disco.descent import blocks_of, with_stay
+from disco.experts import check_experts
 from disco.family import as_submodel, num_experts, top_k, with_experts
 from disco.sources import check_sources
 from disco.stages import clusters, groups, joint_section, old_text, starts_single, submodel_renormalize
@@ -47,6 +48,8 @@ def check(config: Experiment, trained_here: Collection[str] = ("seed_phase", "tr
                     "or set launch.node_command to what runs a command on each"
                 )
     _check_blocks(config, full)
+    joint = {"joint": joint_section(config)} if "joint" in config.baselines else {}
+    check_experts(config, full, {"finetune": config.finetune} | joint)
     for stage in ("train", "finetune", "other"):
         try:
             price_of(config, getattr(config.hardware, stage))

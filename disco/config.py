@@ -1,8 +1,8 @@
 """The experiment file: one YAML, unknown keys refused, every section frozen.
 
-Sections follow the data: model, corpus, cluster, seed_phase, train, merge, finetune, evaluate, baselines; bcd for
-the stages that use it; and tracking, hardware, launch, which change nothing in the weights. Defaults are the
-recommended values.
+Sections follow the data: model, corpus, cluster, seed_phase, train, merge, finetune, evaluate, baselines; bcd and
+fsep for the stages that use them; and tracking, hardware, launch, which change nothing in the weights. Defaults
+are the recommended values.
 """
 
 import difflib
@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from disco.block_descent import BlockDescent
+from disco.expert_sharding import ExpertSharding
 from disco.launching import Launch
 from disco.model_section import Model
 from disco.schema import BelowOne, ConfigError, Positive, Section, Share, Tokens
@@ -217,6 +218,12 @@ class Merge(Section):
 class Finetune(Optimizer):
     tokens: Tokens = Field(0, description="positions; 0 = off; absent = half of train.tokens")
     router_tokens: Tokens = Field(0, description="positions of router-only training first")
+    experts: Literal["replicated", "fsep"] = Field(
+        "replicated", description="every process has all experts, or fsep: a slice of each, see section fsep"
+    )
+    record_loads: bool = Field(
+        False, description="write the tokens that each process sends to each expert to loads.npz, for fsep simulate"
+    )
     aux_loss: Annotated[float, Field(ge=0)] = Field(0.01, description="coefficient of the balancing loss")
     z_loss: Annotated[float, Field(ge=0)] = Field(0.0, description="coefficient of the router z-loss")
     collapse_share: Share = Field(
@@ -278,6 +285,7 @@ class Experiment(Section):
     seed_phase: SeedPhase = SeedPhase()
     train: Train = Train()
     bcd: BlockDescent = BlockDescent()
+    fsep: ExpertSharding = ExpertSharding()
     merge: Merge = Merge()
     finetune: Finetune = Finetune()
     evaluate: Evaluate = Evaluate()

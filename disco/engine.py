@@ -73,11 +73,17 @@ def make_engine(model: nn.Module, section: Optimizer, blocks: BlockDescent | Non
 
 
 def _adamw(model: nn.Module, section: Optimizer) -> torch.optim.Optimizer:
+    from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": section.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
+    if any(is_moe_param(parameter) for parameter in trained):  # divided among processes: groups of their own
+        for group, name in zip(groups, ("matrices", "vectors"), strict=True):
+            group["name"] = name
+        groups = split_params_into_different_moe_groups_for_optimizer(groups)
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=section.learning_rate,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from disco.artifacts import SCRATCH, ArtifactError, write_json
-from disco.config import BlockDescent, Optimizer, Section, Tracking
+from disco.config import BlockDescent, ExpertSharding, Optimizer, Section, Tracking
 
 JOB = "job.json"
 EVERYWHERE = "--everywhere"
@@ -45,6 +45,9 @@ class Job(Section):
     validate_at: list[int] = []
     section: Optimizer
     bcd: BlockDescent | None = None
+    shared_as: Literal["replicated", "fsep"] = "replicated"
+    fsep: ExpertSharding = ExpertSharding()
+    record_loads: bool = False
     trainable: Literal["all", "experts", "router"] = "all"
     aux_loss: float = 0.0
     z_loss: float = 0.0
@@ -145,13 +148,14 @@ def main(path: str, *options: str) -> None:
     from transformers.utils import logging
 
     from disco.trainer import TrainingError, train
+    from fsep import RankError
     from launch.ledger import LedgerError
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
         train(Job.model_validate(raw))
-    except (TrainingError, ArtifactError, LedgerError) as error:
+    except (TrainingError, ArtifactError, LedgerError, RankError) as error:
         print(f"disco: {error}", file=sys.stderr)
         sys.exit(3)
 

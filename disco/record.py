@@ -87,6 +87,10 @@ class Recorder:
         row["dollars"] = seconds * self.world * self.job.price.dollars_per_hour / 3600
         append(self._metrics, {"phase": self.job.phase, "attempt": self.attempt, **row})
         tracked = {key: value for key, value in row.items() if key not in ("step", "expert_share")}
+        for name, values in row.items():
+            if isinstance(values, list) and name != "expert_share":
+                tracked |= {f"{name}/layer_{layer}": value for layer, value in enumerate(values)}
+                del tracked[name]
         for layer, shares in enumerate(row.get("expert_share", ())):
             tracked |= {f"expert_share/layer_{layer}/expert_{e}": share for e, share in enumerate(shares)}
         self._track.log(tracked, row["step"])

@@ -407,5 +407,9 @@ def dump(section: Section) -> dict:
 
 
 def training(config: Experiment, section: Optimizer) -> dict:
-    """What a training stage depends on: its section, and how blocks are descended on where it does."""
-    return dump(section) | ({"bcd": dump(config.bcd)} if section.optimizer == "bcd" else {})
+    """What a training stage depends on: its section, and how blocks are descended on or experts sharded
+    where that is done."""
+    more = {"bcd": dump(config.bcd)} if section.optimizer == "bcd" else {}
+    if getattr(section, "experts", None) == "fsep":
+        more["fsep"] = dump(config.fsep)
+    return dump(section) | more

@@ -8,7 +8,6 @@ counter and the engine's checkpoint are all that a resumed run needs.
 import contextlib
 import functools
 import math
-import os
 import re
 import shutil
 import time
@@ -20,9 +19,11 @@ import torch.distributed as dist
 
 from disco.artifacts import SCRATCH
 from disco.config import Optimizer
-from disco.engine import export_model, load_model, make_engine, start_process_group
+from disco.engine import make_engine, start_process_group
+from disco.experts import WAYS, Replicated, whole_names
 from disco.family import set_trainable
 from disco.job import Job
+from disco.loads import Loads
 from disco.loss import CausalLoss
 from disco.packing import IGNORED, Rows
 from disco.record import LEDGER_SECONDS, Recorder
@@ -46,7 +47,8 @@ def train(job: Job) -> None:
     rows = Rows.load(Path(job.rows))
     validation = Rows.load(Path(job.validation)) if job.validation else None
     precision = {"fp32": "float32", "bf16": "bfloat16"}[section.precision]
-    model = load_model(Path(job.model), precision, job.experts).to(device)
+    experts = WAYS[job.shared_as](job, device)
+    model = experts.load(precision)
     set_trainable(model, job.trainable)
     if section.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -55,7 +57,8 @@ def train(job: Job) -> None:
     engine = make_engine(module, section, job.bcd, job.seed)
     flops_of = functools.cache(functools.partial(step_flops, model.config, rows.sequence_length, section))
     state = {"step": 0, "tokens": 0, "flops": 0, "seconds": 0.0}
-    resume(engine, checkpoints, state)
+    resume(engine, experts, checkpoints, state)
+    loads = Loads(model, out, state["step"]) if job.record_loads else None
     record.begin(state)
     steps, labels, collapsed = -(-len(rows) // section.batch_size), rows.labels(), 0
 
@@ -65,7 +68,8 @@ def train(job: Job) -> None:
         torch.manual_seed((job.seed * 1_000_003 + step * world + rank) % 2**63)
         indices = np.arange(step * section.batch_size, min(len(rows), (step + 1) * section.batch_size))
         tokens = int(labels[indices].sum())
-        sums = forward_backward(engine, micro_batches(rows, indices, section, rank, device), tokens)
+        with loads.of_step(step) if loads else contextlib.nullcontext():
+            sums = forward_backward(engine, micro_batches(rows, indices, section, rank, device), tokens, loads)
         if not math.isfinite(sums["loss"]):
             raise TrainingError(
                 f"{job.phase}: the loss of step {step} is {sums['loss']}: lower {job.stage}.learning_rate "
@@ -92,6 +96,7 @@ def train(job: Job) -> None:
                 row["expert_share"] = share_LE.tolist()
                 if state["step"] % section.log_every == 0:
                     collapsed = collapsed + 1 if module.selects and share_LE.max() > job.collapse_share else 0
+            row |= experts.figures(engine)
             if validate:
                 row["validation_loss"] = evaluate_loss(engine, validation, section, rank, device)
             record.log(row, steps)
@@ -103,21 +108,26 @@ def train(job: Job) -> None:
                 )
         if section.checkpoint_every and state["step"] % section.checkpoint_every == 0:
             with writing_to(checkpoints, job.phase):
-                checkpoint(engine, checkpoints, state)
+                if loads:  # first, so that a checkpoint's steps are in it
+                    loads.save()
+                checkpoint(engine, experts, checkpoints, state)
         record.held(state, at_least=LEDGER_SECONDS)
 
     with writing_to(out, job.phase):
-        export_model(engine, out, job.dtype)
+        experts.export(engine, out)
+        if loads:
+            loads.save()
+    experts.close()
     record.finish(state)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def trained_names(model) -> frozenset[str]:
-    """Names of the parameters that are trained now; rows that bcd trains of one go by its name."""
-    return frozenset(
-        re.sub(r"_rows\d+$", "", name) for name, parameter in model.named_parameters() if parameter.requires_grad
-    )
+    """Names of the parameters that are trained now; rows that bcd trains of one, and slices of experts, go by
+    the names that they have in the whole model."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return frozenset(whole for name in trained for whole in whole_names(re.sub(r"_rows\d+$", "", name)))
 
 
 def step_flops(config, length: int, section: Optimizer, trained: frozenset[str]) -> tuple[int, int]:
@@ -151,7 +161,7 @@ def micro_batches(rows: Rows, indices: np.ndarray, section: Optimizer, rank: int
     return batches
 
 
-def forward_backward(engine, batches: list[dict], tokens: int) -> dict:
+def forward_backward(engine, batches: list[dict], tokens: int, loads: Loads | None = None) -> dict:
     """Accumulate the gradients of a global batch of `tokens` labels.
 
     Returns sums over the global batch: loss (cross-entropy), and for routed models balance, z, counts_LE.
@@ -161,6 +171,8 @@ def forward_backward(engine, batches: list[dict], tokens: int) -> dict:
     sums = {}
     for batch in batches:
         output = engine(**batch, tokens=tokens / scale)
+        if loads:
+            loads.end_microbatch()
         engine.backward(output.loss)
         if batch is not batches[-1]:
             engine.step()  # not a boundary: only counts the micro-batch
@@ -212,27 +224,26 @@ def writing_to(folder: Path, phase: str):
         ) from error
 
 
-def checkpoint(engine, folder: Path, state: dict) -> None:
+def checkpoint(engine, experts: Replicated, folder: Path, state: dict) -> None:
     """Write `step-<n>`, whole or not at all, and drop the older ones."""
     name = f"step-{state['step']:08d}"
     client = {"state": dict(state), "share_LE": getattr(engine.module, "share_LE", None)}
-    engine.save_checkpoint(str(folder), tag=f"{name}.partial", client_state=client, save_latest=False)
+    experts.save(engine, folder, name, client)
     dist.barrier()
     if dist.get_rank() == 0:
-        os.rename(folder / f"{name}.partial", folder / name)
         for old in folder.glob("step-*"):
             if old.name != name:
                 shutil.rmtree(old)
     dist.barrier()
 
 
-def resume(engine, folder: Path, state: dict) -> None:
+def resume(engine, experts: Replicated, folder: Path, state: dict) -> None:
     """Load the newest whole checkpoint in `folder`, if any, and bring `state` to where it was."""
     found = sorted(path for path in folder.glob("step-*") if not path.name.endswith(".partial"))
     if not found:
         return
-    loaded, client = engine.load_checkpoint(str(folder), tag=found[-1].name)
-    if loaded is None:
+    client = experts.resume(engine, folder, found[-1].name)
+    if client is None:
         raise TrainingError(f"{found[-1]}: cannot be loaded: delete it to start this stage again")
     state.update(client["state"])
     if client["share_LE"] is not None:

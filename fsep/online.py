@@ -37,6 +37,7 @@ class Planner:
         slots: C, experts a device may hold.
         layers, experts: sizes L and E.
         forecast: a kind of ``Forecaster``.
+        every: plan only at each ``every``-th ``observe``.
         threshold: least relative gain in modelled step time, on the forecast, for a layer's layout to change.
         group: process group; None is the default group where torch.distributed is initialised, else this process
             plans alone for all devices.
@@ -56,17 +57,20 @@ class Planner:
         experts: int,
         forecast: str = "auto",
         threshold: float = 0.01,
+        every: int = 1,
         group: torch.distributed.ProcessGroup | None = None,
         background: bool = True,
         budget_ms: float | None = None,
     ) -> None:
         if layers < 1 or experts < 1:
             raise ValueError(f"layers is {layers} and experts is {experts}: give at least 1 of each")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every is {every!r}: give a whole number of at least 1")
         check_slots(slots, topology.devices, experts)
         if not (np.isfinite(threshold) and threshold >= 0):
             raise ValueError(f"threshold is {threshold}: give a finite number of at least 0")
         self.topology, self.slots, self.layers, self.experts = topology, slots, layers, experts
-        self.threshold, self.budget_ms = threshold, budget_ms
+        self.threshold, self.every, self.budget_ms = threshold, every, budget_ms
         self._ranks = _Ranks(group)
         if self._ranks.size not in (1, topology.devices):
             raise ValueError(
@@ -79,6 +83,7 @@ class Planner:
         self.layouts: list[Layout] = [uniform] * layers
         self.adopted = self.late = self.rejected = 0
         self.plan_ms: float | None = None  # CPU milliseconds a layer that the last plan took
+        self._observed = 0
         self._pending: Future[list[Layout]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fsep-planner") if background else None
 
@@ -96,6 +101,7 @@ class Planner:
             ValueError: another shape, negative or not whole. Exceptions of the planning thread come out here.
         """
         loads_LNE = self._gather(load)
+        self._observed += 1
         for forecaster, load_NE in zip(self._forecasters, loads_LNE, strict=True):
             forecaster.update(load_NE)
         changed = False
@@ -105,6 +111,8 @@ class Planner:
                 return False
             changed = self._adopt(self._pending.result())
             self._pending = None
+        if (self._observed - 1) % self.every:
+            return changed
         forecasts = [forecaster.predict() for forecaster in self._forecasters]
         if self._thread is not None:
             self._pending = self._thread.submit(self._plan, forecasts, list(self.layouts))

@@ -65,6 +65,12 @@ def test_threshold_keeps_layouts():
     assert not any(planner.observe(TRACE[step]) for step in range(5))
 
 
+def test_plans_only_every_so_often():
+    swapped = np.stack([TRACE[0], TRACE[0][..., ::-1]])  # the other load at every step, and so at each third
+    planner = Planner(TOPOLOGY, 3, layers=2, experts=8, forecast="last", every=3, background=False)
+    assert [step for step in range(9) if planner.observe(swapped[step % 2])] == [0, 3, 6]
+
+
 def test_failure_in_the_thread_comes_out(monkeypatch):
     with Planner(TOPOLOGY, 3, layers=2, experts=8) as planner:
 
@@ -89,6 +95,7 @@ def test_one_device():
     [
         (dict(layers=0), "layers is 0"),
         (dict(slots=1), "slots is 1"),
+        (dict(every=0), "every is 0"),
         (dict(threshold=-0.1), "threshold is -0.1"),
         (dict(forecast="oracle"), "forecast is 'oracle'"),
     ],

@@ -1,0 +1,161 @@
+"""Experts divided among processes: against replicated ones, through a stop, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import fsep
+from disco.artifacts import SCRATCH
+from disco.config import ConfigError, Experiment, ExpertSharding
+from disco.experts import check_experts, slots_of, topology_of
+from disco.job import JobError, run_job
+from disco.stages import joint_section
+from launch.ledger import read
+from tests.disco.tiny_models import tiny_config
+
+TINY = {"rtol": 1e-3, "atol": 1e-4}  # Adam divides by gradients near zero
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def rows_of(job, phase: str) -> list[dict]:
+    return [row for row in read(Path(job.run) / "metrics.jsonl") if row["phase"] == phase]
+
+
+def assert_same(got, expected, **tolerance):
+    assert got.keys() == expected.keys()
+    for name in got:
+        torch.testing.assert_close(
+            got[name], expected[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance
+        )
+
+
+def assert_trained_alike(job, out, reference, other):
+    assert_same(tensors(out), tensors(other), **TINY)
+    mine, theirs = rows_of(job, job.phase), rows_of(reference, reference.phase)
+    for key in ("loss", "balance", "tokens", "flops"):
+        assert [row[key] for row in mine] == pytest.approx([row[key] for row in theirs], rel=1e-4)
+    assert mine[-1]["validation_loss"] == pytest.approx(theirs[-1]["validation_loss"], rel=1e-4)
+
+
+def sharded(**settings):
+    return {"shared_as": "fsep", "fsep": settings, "record_loads": True}
+
+
+def test_sharded_experts_train_as_replicated_ones(make_job, toy_rows):
+    """Two processes, ZeRO 1, accumulation, clipping, a short last batch, the auxiliary loss and moving layouts."""
+    rows = toy_rows(10)
+    section = {"rows": rows, "aux": 0.5, "clip": 0.5}
+    reference, expected = make_job("reference", **section)
+    run_job(reference, threads=1)
+    settings = {"processes": 2, "micro_batch_size": 1, "zero_stage": 1}
+    job, out = make_job("sharded", **section, **settings, job_keys=sharded(slots=3, threshold=0.0))
+    run_job(job, threads=1)
+    assert_trained_alike(job, out, reference, expected)
+    row = rows_of(job, "sharded")[-1]
+    assert all(len(row[name]) == 2 for name in ("imbalance", "inter_node_fraction", "route_ms"))
+    assert all(1 <= value <= 2 for value in row["imbalance"])
+    trace = fsep.LoadTrace.load(out / "loads.npz")
+    assert trace.tokens.shape == (3, 2, 2, 2, 4)  # steps, layers, micro-batches, processes, experts
+    assert (trace.tokens[:2].sum((2, 3, 4)) == 4 * 16 * 2).all()  # rows x positions x top-k
+    [result] = fsep.simulate(trace, fsep.Topology(2, 1), 3, planners=["static"])[:1]
+    assert 1 <= result.imbalance <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage, checkpointing", [(0, False), (2, True)])
+def test_one_process_shards_too(make_job, stage, checkpointing):
+    section = {"aux": 0.1, "clip": 0.5, "activation_checkpointing": checkpointing}
+    reference, expected = make_job("reference", **section)
+    run_job(reference, threads=1)
+    job, out = make_job("sharded", **section, zero_stage=stage, job_keys=sharded())
+    run_job(job, threads=1)
+    assert_trained_alike(job, out, reference, expected)
+    logits = [
+        AutoModelForCausalLM.from_pretrained(folder)(torch.arange(12)[None]).logits for folder in (out, expected)
+    ]
+    torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes, again", [(2, 2), (2, 1)])
+def test_a_stopped_stage_goes_on(make_job, toy_rows, processes, again):
+    """With fixed layouts bit for bit at the same number of processes; at another one to rounding."""
+    rows = toy_rows(20)
+    section = {"rows": rows, "processes": processes, "checkpoint_every": 2, "zero_stage": 2}
+    keys = sharded(planner="fixed", slots=4)
+    whole, expected = make_job("whole", **section, job_keys=keys)
+    run_job(whole, threads=1)
+    job, out = make_job("stopped", **section, job_keys=keys)
+    blocked = out / SCRATCH / "checkpoints" / "step-00000004.partial"
+    blocked.parent.mkdir()
+    blocked.write_text("in the way")
+    with pytest.raises(JobError):
+        run_job(job, threads=1)
+    assert [path.name for path in blocked.parent.glob("step-*[0-9]")] == ["step-00000002"]
+    blocked.unlink()
+    section = job.section.model_copy(update={"processes": again})
+    run_job(job.model_copy(update={"section": section}), threads=1)
+    if again == processes:
+        assert_same(tensors(out), tensors(expected), rtol=0, atol=0)
+        assert fsep.LoadTrace.load(out / "loads.npz").iteration.tolist() == [0, 1, 2, 3, 4]
+    else:
+        assert_same(tensors(out), tensors(expected), **TINY)
+    steps = [row["step"] for row in rows_of(job, "stopped")]
+    assert steps[-3:] == [3, 4, 5]
+
+
+def experiment(**finetune) -> Experiment:
+    more = {key: finetune.pop(key) for key in ("fsep", "launch", "baselines", "joint") if key in finetune}
+    model = {"config": {"model_type": "qwen2_moe"}}
+    corpus = {"sources": [{"name": "a", "text": ["a"]}]}
+    return Experiment.parse({"name": "t", "model": model, "corpus": corpus, "finetune": finetune} | more)
+
+
+@pytest.mark.parametrize(
+    "family, keys, message",
+    [
+        (
+            "qwen2_moe",
+            {"optimizer": "bcd"},
+            r"finetune: experts is fsep but optimizer is bcd, .*set finetune",
+        ),
+        ("qwen2_moe", {"router_tokens": 9}, r"router_tokens is 9, which freezes .*: set finetune.router_tokens=0"),
+        ("qwen2_moe", {"zero_stage": 3}, r"zero_stage is 3, which partitions .*: set finetune.zero_stage=2"),
+        ("qwen2_moe", {"precision": "bf16"}, r"clip is 1 in bf16 with zero_stage 0.* set finetune.zero_stage=1"),
+        (
+            "gpt_oss",
+            {},
+            r"the model is a gpt_oss, whose experts fsep does not know \(it knows .*: set fine",
+        ),
+        ("qwen2_moe", {"processes": 2, "fsep": {"slots": 1}}, r"fsep.slots is 1: 2 devices .* give at least 2"),
+        ("qwen2_moe", {"fsep": {"hardware": "tpu"}}, r"fsep: hardware is 'tpu': choose one of .*h100"),
+        ("qwen2_moe", {"processes": 2, "fsep": {"devices_per_node": [1, 2]}}, r"adds up to 3 but .*devices is 2"),
+        ("qwen2_moe", {"baselines": ["joint"], "joint": {"optimizer": "bcd"}}, r"^joint: experts is fsep but"),
+    ],
+)
+def test_what_cannot_work_is_refused(family, keys, message):
+    config = experiment(experts="fsep", **keys)
+    stages = {"finetune": config.finetune}
+    if "joint" in config.baselines:
+        stages["joint"] = joint_section(config)
+    with pytest.raises(ConfigError, match=message):
+        check_experts(config, tiny_config(family, 4), stages)
+
+
+def test_what_can_work_is_not_refused():
+    for keys in ({}, {"processes": 4, "zero_stage": 2, "precision": "bf16"}, {"clip": 0, "precision": "bf16"}):
+        config = experiment(experts="fsep", **keys)
+        check_experts(config, tiny_config("mixtral", 4), {"finetune": config.finetune, "train": config.train})
+    assert slots_of(ExpertSharding(), 4, 8) == 4 and slots_of(ExpertSharding(), 1, 8) == 8
+    assert slots_of(ExpertSharding(), 3, 4) == 4 and slots_of(ExpertSharding(slots=9), 2, 8) == 8
+    shape = topology_of(ExpertSharding(hardware="h100"), tiny_config("mixtral", 4), 16, 2)
+    assert (shape.devices, shape.devices_per_node, shape.inter_gbps) == (16, 8, 400.0)
