@@ -12,9 +12,20 @@ OF_THE_STAGE = {
     "lr", "betas", "eps", "weight_decay", "no_decay", "fused", "lr_schedule", "warmup_steps", "total_steps",
     "min_lr_ratio", "gradient_accumulation_steps", "gradient_clipping", "dtype", "activation_checkpointing", "seed",
 }  # fmt: skip
+OF_NO_USE = {"prefix_cache"}
 
 
 class _BlockDescent(Section):
+    @model_validator(mode="before")
+    @classmethod
+    def _has_nothing_useless(cls, raw: Any) -> Any:
+        if isinstance(raw, dict) and "prefix_cache" in raw:
+            raise ValueError(
+                "prefix_cache would never be hit: a stage shuffles its rows anew in each epoch, so no micro-batch "
+                "comes back; leave it out (it is for loops of one's own, with bcd.initialize)"
+            )
+        return raw
+
     @model_validator(mode="after")
     def _is_a_config(self):
         bcd.config.read(self.settings)
@@ -33,7 +44,7 @@ BlockDescent = create_model(
     **{
         name: (key.annotation, key)
         for name, key in bcd.config.Config.model_fields.items()
-        if name not in OF_THE_STAGE
+        if name not in OF_THE_STAGE | OF_NO_USE
     }
     | {
         "steps_per_block": (

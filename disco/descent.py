@@ -41,7 +41,20 @@ def blocks_of(
             f"bcd.max_block_gb is {settings.max_block_gb}, which cuts {head} by rows; with zero_stage 3 that "
             "cannot be: set zero_stage=2, or raise bcd.max_block_gb"
         )
+    if section.zero_stage == 3 and settings.expansion is not None:
+        raise ConfigError(
+            "bcd.expansion is set with zero_stage 3, under which a rank holds whole weights only while their layer "
+            "computes: set zero_stage=2, or drop bcd.expansion"
+        )
     return cut
+
+
+def turns_of(settings: BlockDescent, cut: bcd.Partition) -> int:
+    """Turns of a cycle over the blocks."""
+    active = min(settings.active_blocks, len(cut.blocks))
+    depths = [block.depth for block in cut.blocks]
+    order = bcd.BlockSchedule(len(cut.blocks), settings.order, active=active, depths=depths).current_order
+    return -(-len(order) // active)
 
 
 def with_stay(
@@ -58,11 +71,13 @@ def with_stay(
     Absent, it becomes the largest that is no more than the default of `bcd.Config` and makes whole cycles of
     (nearly) all updates. Raises ConfigError naming `place` where not even one cycle fits.
     """
-    blocks = len(blocks_of(settings, section, model, trainable).blocks)
-    visits = -(-blocks // settings.active_blocks)
+    cut = blocks_of(settings, section, model, trainable)
+    blocks, visits = len(cut.blocks), turns_of(settings, cut)
     stay = settings.steps_per_block
     if updates < visits * (stay or 1):
         remedy = f"bcd.active_blocks={-(-blocks // max(1, updates))}" if stay is None else "no bcd.steps_per_block"
+        if settings.order == "ends" and stay is None:
+            remedy = "another bcd.order"
         if stay is not None and updates >= visits:
             remedy = f"bcd.steps_per_block={updates // visits}"
         raise ConfigError(

@@ -16,7 +16,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import bcd
+from bcd.blocks import depths as depths_of
 from bcd.config import read as read_bcd
+from bcd.expansion import above as above_of
 from bcd.memory import Estimate, Predictor
 from bcd.schedule import BlockSchedule
 from disco.config import ConfigError, Experiment, Optimizer
@@ -73,11 +75,12 @@ class Training:
         return sum(parameter.numel() for parameter in self.shapes.parameters())
 
     @cached_property
-    def turns(self) -> list[tuple[int, frozenset[str], int]]:
-        """Stretches of updates in order: how many, what is trained in them by name, and its elements."""
+    def turns(self) -> list[tuple[int, frozenset[str], frozenset[str], int]]:
+        """Stretches of updates in order: how many, what is trained in them by name, what bcd's expansion updates
+        besides, and the elements of both."""
         if self.method == "adamw":
             trained = {name: p.numel() for name, p in self.shapes.named_parameters() if p.requires_grad}
-            return [(self.updates, frozenset(trained), sum(trained.values()))]
+            return [(self.updates, frozenset(trained), frozenset(), sum(trained.values()))]
         settings = read_bcd({k: v for k, v in self.blocks.items() if k != "steps_per_block"})
         cut = bcd.partition(
             self.shapes,
@@ -89,13 +92,18 @@ class Training:
         )
         count, active = len(cut.blocks), min(settings.active_blocks, len(cut.blocks))
         order = "shuffled" if settings.order == "importance" else settings.order  # gradients are not known yet
-        stay = stay_of(self, count, active)
-        schedule = BlockSchedule(count, order, stay, active=active, seed=self.seed)
+        depths = [block.depth for block in cut.blocks]
+        schedule = BlockSchedule(count, order, active=active, seed=self.seed, depths=depths)
+        stay = stay_of(self, len(schedule.current_order), active)
+        parameters = {name: p for name, p in self.shapes.named_parameters() if p.requires_grad}
+        depth = depths_of(self.shapes, cut.layers)
         turns = []
         for begin in range(0, self.updates, stay):
             pieces = [*cut.always_on, *(piece for index in schedule.blocks for piece in cut.blocks[index].pieces)]
             names = frozenset(piece.name for piece in pieces)
-            turns.append((min(stay, self.updates - begin), names, sum(piece.numel for piece in pieces)))
+            above = above_of(cut, schedule.blocks, depth, parameters) if settings.expansion else ()
+            size = sum(piece.numel for piece in pieces) + sum(parameters[name].numel() for name in above)
+            turns.append((min(stay, self.updates - begin), names, frozenset(above), size))
             schedule.advance()
         return turns
 
@@ -111,10 +119,14 @@ class Training:
             )
 
         total = done = 0
-        for count, names, _ in self.turns:
-            whole, one = (row_flops(names, labels) for labels in (0, 1))
+        for count, names, above, _ in self.turns:
             rows, labels = self._between(done, done + count)
-            total += rows * whole + labels * (one - whole)
+            made = []
+            for trained in (names, names | above):
+                whole, one = (row_flops(trained, labels) for labels in (0, 1))
+                made.append(rows * whole + labels * (one - whole))
+            # The expansion's gradients are made in the last micro-batch of an update.
+            total += made[0] + (made[1] - made[0]) // self.section.accumulation
             done += count
         return total
 
@@ -129,7 +141,7 @@ class Training:
     @cached_property
     def active(self) -> int:
         """Elements trained at once, on average over the updates."""
-        return round(sum(count * size for count, _, size in self.turns) / max(1, self.updates))
+        return round(sum(count * size for count, *_, size in self.turns) / max(1, self.updates))
 
     def seconds(
         self, device: Device, *, devices: int, zero_stage: int | None, micro_batch: int, utilization: float

@@ -11,6 +11,7 @@ import math
 import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -78,13 +79,13 @@ def train(job: Job) -> None:
         rate = learning_rate(step, steps, section)
         for group in engine.optimizer.param_groups:
             group["lr"] = rate
-        per_row, per_label = flops_of(trained_names(model))  # before the step, after which others may train
+        trained, above = trained_names(model), expanded_names(engine)  # before the step, which may change them
         engine.step()
         if module.route:
             module.set_share(sums["counts_LE"], tokens)
         state["step"] += 1
         state["tokens"] += tokens
-        state["flops"] += len(indices) * per_row + tokens * per_label
+        state["flops"] += update_flops(flops_of, trained, above, labels[indices], section)
         state["seconds"] += time.perf_counter() - started
 
         validate = validation is not None and state["step"] in job.validate_at
@@ -128,6 +129,26 @@ def trained_names(model) -> frozenset[str]:
     the names that they have in the whole model."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return frozenset(whole for name in trained for whole in whole_names(re.sub(r"_rows\d+$", "", name)))
+
+
+def expanded_names(engine) -> frozenset[str]:
+    """Names of the parameters that bcd's expansion updates at this update."""
+    return frozenset(name.removeprefix("model.") for name in getattr(engine, "expanded", ()))
+
+
+def update_flops(
+    flops_of: Callable, trained: frozenset[str], above: frozenset[str], labels: np.ndarray, section: Optimizer
+) -> int:
+    """Operations of an update over rows of so many `labels`; `above` has gradients in the last micro-batch."""
+    last = len(labels)
+    parts = np.array_split(labels, section.accumulation * section.processes)
+    if above:
+        last = sum(map(len, parts[: -section.processes]))
+    total = 0
+    for names, part in ((trained, labels[:last]), (trained | above, labels[last:])):
+        per_row, per_label = flops_of(names)
+        total += len(part) * per_row + int(part.sum()) * per_label
+    return total
 
 
 def step_flops(config, length: int, section: Optimizer, trained: frozenset[str]) -> tuple[int, int]:

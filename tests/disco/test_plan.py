@@ -81,13 +81,19 @@ def test_a_frozen_backbone_and_blocks_cost_less(tmp_path):
     frozen = like(job, trainable="experts")
     assert frozen.flops == frozen.rows * training_flops(job.model, 32, trainable="experts") < job.flops
     blocks = like(job, method="bcd", blocks={"steps_per_block": 1})
-    counts = [count for count, _, _ in blocks.turns]
+    counts = [count for count, *_ in blocks.turns]
     assert sum(counts) == blocks.updates == job.updates and set(counts) == {1}
-    each = [training_flops(job.model, 32, trainable=names) for _, names, _ in blocks.turns]
+    each = [training_flops(job.model, 32, trainable=names) for _, names, *_ in blocks.turns]
     assert blocks.flops == sum(4 * count * cost for count, cost in zip(counts, each, strict=True))
     assert forward(job) < blocks.flops < job.flops and blocks.active < frozen.parameters
     chosen = like(job, method="bcd", blocks={}).turns
-    assert sum(count for count, _, _ in chosen) == job.updates
+    assert sum(count for count, *_ in chosen) == job.updates
+    ends = like(job, method="bcd", blocks={"order": "ends", "expansion": {}, "steps_per_block": 1})
+    (_, low, above, size), (_, high, none, head), *_ = ends.turns
+    assert low == {"model.embed_tokens.weight"} and low | above == job.turns[0][1] and size == job.parameters
+    assert high == {"lm_head.weight", "model.norm.weight"} and not none and head < size
+    each = [training_flops(job.model, 32, trainable=names | above) for _, names, above, _ in ends.turns]
+    assert ends.flops == sum(4 * cost for cost in each)
 
 
 def forward(job) -> int:

@@ -247,6 +247,28 @@ def test_a_run_killed_in_the_middle_of_a_block_resumes_bit_for_bit(make_job, toy
     assert schedule.cycle == 3  # 6 blocks, 2 at once: 9 updates a cycle, 30 updates
 
 
+def test_the_expansion_trains_the_layers_and_is_billed(make_job, toy_rows, tiny_model):
+    """Two visits of five reach the embeddings; the layers have gradients in the last micro-batch alone."""
+    rows = toy_rows(20)
+    blocks = {"order": "ends", "expansion": {}, "steps_per_block": 1, "always_on": ["model.norm"]}
+    job, out = make_job("expansion", rows=rows, blocks=blocks, micro_batch_size=1, zero_stage=2)
+    run_job(job, threads=1)
+    end, start = weights(out), weights(out.parent / "start")
+    assert not any(torch.equal(end[name], start[name]) for name in start)
+    config, everything = tiny_model().config, [name for name, _ in tiny_model().named_parameters()]
+    ends = {"low": "model.embed_tokens.weight", "high": "lm_head.weight"}
+    operations, labels = 0, rows.labels()
+    visits = ["low", "high", "low", "high", "high"]
+    for step, row in enumerate(logged(job, "expansion")):
+        batch = [int(tokens) for tokens in labels[4 * step : 4 * step + 4]]
+        for index, tokens in enumerate(batch):
+            reached = (
+                everything if visits[step] == "low" and index == 3 else {ends[visits[step]], "model.norm.weight"}
+            )
+            operations += training_flops(config, 16, labels=tokens, trainable=reached)
+        assert row["flops"] == operations, step
+
+
 @pytest.mark.parametrize(
     ("stage", "precision"),
     [pytest.param(1, "fp32", marks=pytest.mark.slow), (3, "fp32"), pytest.param(2, "bf16", marks=pytest.mark.slow)],
