@@ -64,11 +64,12 @@ def run(
 @app.command()
 def status(run: Annotated[Path, typer.Argument(help="run folder, or the experiment file")]) -> None:
     """Show the state of every stage of a run."""
-    from disco import artifacts, pipeline, running
+    from disco import artifacts, pipeline, running, single
 
     experiment = _load(run, None)
+    graph = single.stages(experiment) if single.alone(experiment) else None
     table = Table("stage", "state", "finished", "seconds")
-    for name, state in pipeline.status(experiment).items():
+    for name, state in pipeline.status(experiment, graph).items():
         finished, seconds = "", ""
         if state == pipeline.RUNNING and (note := running.running(experiment.folder, name)):
             state = f"running on {note.host}"

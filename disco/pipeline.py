@@ -25,11 +25,12 @@ def expected_inputs(config: Experiment, stage: Stage) -> dict[str, str]:
     return {need: artifacts.content(config.folder / need) for need in stage.needs}
 
 
-def status(config: Experiment) -> dict[str, str]:
+def status(config: Experiment, graph: Iterable[Stage] | None = None) -> dict[str, str]:
     """The state of every stage: fresh, stale, running (anywhere), started (resumes), missing, damaged, or waiting
-    for another."""
+    for another. `graph`: stages other than the pipeline's."""
     states: dict[str, str] = {}
-    for name, stage in stages(config).items():
+    for stage in stages(config).values() if graph is None else graph:
+        name = stage.name
         folder = config.folder / name
         if running(config.folder, name):
             states[name] = RUNNING

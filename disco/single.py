@@ -20,7 +20,7 @@ from disco.config import ConfigError, Experiment, closest
 from disco.corpus import Corpus, prepare
 from disco.descent import blocks_of, with_stay
 from disco.engine import load_model
-from disco.family import DENSE, layout_of
+from disco.family import DENSE, FAMILIES
 from disco.packing import pack
 from disco.sources import check_sources
 from disco.stages import Stage, dump, source_files, training
@@ -57,6 +57,7 @@ def run(config: Experiment, say: Callable[[str], None] = print) -> None:
     """Make every stage that is stale or missing, and say how good the model is and what it cost."""
     check(config)
     with artifacts.lock(config.folder):
+        (config.folder / "experiment.yaml").write_text(config.dump(), encoding="utf-8")
         pipeline.make_stale(config, stages(config), set(), say)
     results = artifacts.read_json(config.folder / "evaluate" / evaluate.RESULTS)
     for name, entry in results["models"].items():
@@ -67,6 +68,12 @@ def run(config: Experiment, say: Callable[[str], None] = print) -> None:
         f"device seconds, ${bill.dollars:.4f} as {config.hardware.train} ({', '.join(sorted(bill.kinds))})"
     )
     say(f"model: {config.folder / 'train'}")
+
+
+def alone(config: Experiment) -> bool:
+    """Whether a run folder or experiment is of one model: made here, or of a dense one that nothing upcycles."""
+    dense = (config.model.config or {}).get("model_type") in DENSE and config.model.upcycle is None
+    return dense or (config.folder / "initial").exists()
 
 
 def stages(config: Experiment) -> list[Stage]:
@@ -107,12 +114,18 @@ def stages(config: Experiment) -> list[Stage]:
 def check(config: Experiment) -> None:
     """Raise ConfigError for what cannot work. Reads no corpus and loads no weights."""
     source = _source(config)
+    model_type = load_config(source).model_type if source is not None else config.model.config.get("model_type")
+    if model_type not in DENSE | FAMILIES:
+        raise ConfigError(
+            f"model_type is '{model_type}': bcd train knows the dense families {', '.join(sorted(DENSE))} and the "
+            f"mixtures of experts {', '.join(sorted(FAMILIES))}; any other model trains by blocks in a loop of "
+            "your own, with bcd.initialize"
+        )
     found = (
         load_config(source)
         if source is not None
         else _model_config({"vocab_size": config.corpus.tokenizer.vocab_size} | config.model.config)
     )
-    layout_of(found)
     try:
         layers(found, config.corpus.sequence_length)
         price_of(config, config.hardware.train)

@@ -1,15 +1,18 @@
 """One model by itself, through the command line."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPTNeoXConfig
+from typer.testing import CliRunner
 
 from disco import artifacts, single
+from disco.cli import app
 from disco.config import ConfigError
 from launch.flops import training_flops
 from launch.ledger import read
@@ -54,6 +57,12 @@ def test_a_dense_model_is_trained_and_measured(tmp_path):
     rows = [row for row in read(run / "ledger.jsonl") if row["phase"] == "train"]
     dense = training_flops(model.config, 32)
     assert 0 < sum(row["flops"] for row in rows) < 32 * dense  # 8 updates of 4 rows, a block each
+    for what in (path, run):
+        shown = CliRunner().invoke(app, ["status", str(what)], env={"COLUMNS": "100"})
+        assert shown.exit_code == 0, shown.output
+        for name in ("prepare", "initial", "train", "evaluate"):
+            assert re.search(rf"{name} .*fresh", shown.output), shown.output
+        assert "cluster" not in shown.output
     again = bcd(path, folder=tmp_path)
     assert [line for line in again.stdout.splitlines() if line.endswith(": fresh")] == [
         f"{name}: fresh" for name in ("prepare", "initial", "train", "evaluate")
@@ -84,7 +93,7 @@ def test_a_checkpoint_is_tuned_with_adamw_or_by_blocks(tmp_path):
         ({"bcd": {"granularity": ["lm_head"]}}, "bcd: no pattern covers parameter 'model.embed_tokens.weight'"),
         ({"bcd": {"steps_per_block": 9}}, "train makes 8 updates but one cycle over 4 blocks takes 36"),
         ({"bcd": {"steps_per_block": 0}}, "bcd.steps_per_block is 0"),
-        ({"model": {"config": LLAMA | {"model_type": "gpt2"}}}, "gpt2"),
+        ({"model": {"config": LLAMA | {"model_type": "gpt2"}}}, "model_type is 'gpt2': bcd train knows .*llama"),
         ({"model": {"source": "nowhere/at/all"}}, "no such folder"),
         ({"corpus": None}, "corpus"),
         ({"hardware": {"train": "rtx4909"}}, "rtx4090"),
@@ -95,6 +104,14 @@ def test_what_cannot_work_is_refused(tmp_path, changed, message):
     with pytest.raises(ConfigError, match=message):
         single.run(single.load(write(tmp_path, **changed), []))
     assert not list((tmp_path / "runs").glob("*/prepare"))
+
+
+def test_other_families_are_refused_from_a_checkpoint_too(tmp_path):
+    corpus(tmp_path / "corpus")
+    GPTNeoXConfig(hidden_size=32, num_attention_heads=2).save_pretrained(tmp_path / "neox")
+    path = write(tmp_path, model={"source": str(tmp_path / "neox")})
+    with pytest.raises(ConfigError, match="'gpt_neox': bcd train knows .* bcd.initialize"):
+        single.run(single.load(path, []))
 
 
 def test_bad_input_is_one_line(tmp_path):
