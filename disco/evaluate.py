@@ -209,9 +209,13 @@ def find_tasks(tasks: Sequence[Task]) -> dict[str, Any]:
                 f"evaluate.tasks: {task.name}: include_path is '{task.include_path}', which is no folder"
             )
     try:
+        import lm_eval.models.huggingface  # noqa: F401  needs accelerate, which lm_eval leaves to its user
         from lm_eval.tasks import TaskManager
-    except ImportError:
-        raise ConfigError("evaluate.tasks needs the package lm_eval: pip install 'moe-disco[eval]'") from None
+    except ImportError as error:
+        missing = "" if (error.name or "lm_eval").startswith("lm_eval") else f" with {error.name}"
+        raise ConfigError(
+            f"evaluate.tasks needs the package lm_eval{missing}: pip install 'moe-disco[eval]'"
+        ) from None
     managers: dict[str | None, Any] = {}
     for task in tasks:
         if task.include_path not in managers:
