@@ -8,13 +8,18 @@ programme over all documents, and greedily (documents in random order to the nea
 second refines centroids and assignment in turn at full size. The third clusters passages of the .jsonl files in
 a folder, one source a file. Clocks are wall time, the minimum over rounds.
 """
+# ruff: noqa: E402
 
 import argparse
 import json
 import resource
+import sys
 import tempfile
 import time
 from pathlib import Path
+
+# bcd.py lies beside this file: keep it from hiding the package.
+sys.path[:] = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent] + ["."]
 
 import numpy as np
 from threadpoolctl import threadpool_limits

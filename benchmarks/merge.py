@@ -17,6 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
+# bcd.py lies beside this file: keep it from hiding the package.
+sys.path[:] = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent] + ["."]
+
 QWEN = {
     "vocab_size": 151936,
     "hidden_size": 2048,

@@ -16,6 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
+# bcd.py lies beside this file: keep it from hiding the package.
+sys.path[:] = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent] + ["."]
+
 ARMS = ("ours", "plain", "trainer")
 MODEL = {
     "model_type": "qwen2_moe",
