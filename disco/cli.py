@@ -98,7 +98,6 @@ def _stage_command(name: str, text: str) -> Callable:
 
 
 _stage_command("prepare", "Read, deduplicate, split and tokenise the corpus.")
-_stage_command("cluster", "Cluster the corpus (and what comes before).")
 _stage_command("merge", "Merge the trained submodels (and what comes before).")
 _stage_command("finetune", "Fine-tune the merged model (and what comes before).")
 _stage_command("report", "Write the report (and what comes before).")
@@ -155,6 +154,27 @@ def evaluate(
     if as_json is not None:
         write_json(as_json, found)
         _say(f"written: {as_json}")
+
+
+@app.command(context_settings=DASHED)
+def cluster(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    shard: Annotated[
+        str | None, typer.Option(help="only the features of part i of n of the documents, as 2/8")
+    ] = None,
+) -> None:
+    """Cluster the corpus (and what comes before); or compute a part of the features, to be joined by that."""
+    if shard is None:
+        return _until("cluster", config, overrides)
+    from disco import pipeline, stages
+    from disco.shards import parse_part
+
+    parse_part(shard)
+    experiment = _load(config, overrides)
+    for need in stages.stages(experiment)["cluster"].needs:
+        pipeline.run(experiment, until=need, say=_say)
+    _say(f"written: {stages.write_feature_part(experiment, shard, _say)}")
 
 
 @app.command()

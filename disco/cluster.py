@@ -29,6 +29,7 @@ from disco.artifacts import ArtifactError, file_hash, read_json, write_json
 from disco.balance import even_cut, priced_assignment
 from disco.cluster_map import draw_map
 from disco.config import ConfigError, Experiment
+from disco.shards import joined
 
 FIT_DOCUMENTS = 50_000  # documents that vocabulary, idf and SVD (and the first centroids of a stream) see
 SILHOUETTE_DOCUMENTS = 4_000
@@ -44,6 +45,7 @@ def cluster(
     model_folder: Path | None,
     method: str | None = None,
     minimum_tokens: int = 0,
+    parts: tuple[Path, str] | None = None,
     progress: Callable[[str], None] = print,
 ) -> None:
     """Cluster a prepared corpus into the existing folder `out`.
@@ -52,6 +54,7 @@ def cluster(
     model_folder:   the trained model for features `embedding` and `hidden`; else unused.
     method:         overrides `cluster.method`.
     minimum_tokens: labels that every cluster must hold, one batch say.
+    parts:          folder of features made in parts (`shards.py`), and the key that they have to have.
 
     Writes {train,validation}.parquet (document int64, cluster int32, nearest int32, distance float32: to its own
     cluster's centroid), centroids.npy, the vectorizer's files, clusters.json, map.png and map.npz. The method
@@ -82,7 +85,7 @@ def cluster(
         notes |= {"features": config.cluster.features, "balance": config.cluster.balance}
         with threadpool_limits(1):
             label_D, held_out_D, found = _by_features(
-                config, corpus, train, validation, out, k, model_folder, minimum_tokens, progress
+                config, corpus, train, validation, out, k, model_folder, minimum_tokens, parts, progress
             )
         notes |= found
     notes |= _against_sources(label_D, train, k)
@@ -109,28 +112,18 @@ def _by_features(
     k: int,
     model_folder: Path | None,
     minimum_tokens: int,
+    parts: tuple[Path, str] | None,
     progress: Callable[[str], None],
 ) -> tuple[np.ndarray, np.ndarray, dict]:
     section, seed = config.cluster, config.seed
-    rng = np.random.default_rng([seed, 2])
-    sample = np.sort(rng.choice(len(train), min(FIT_DOCUMENTS, len(train)), replace=False))
-    sample_terms, sample_tfidf = None, None
-    if section.features == "tfidf":
-        progress(f"tf-idf on {len(sample):,} documents")
-        vectorizer, sample_tfidf = features.fit_tfidf(
-            train.texts(sample),
-            dimensions=section.dimensions or max(32, 2 * k),
-            max_terms=section.max_terms,
-            seed=seed,
-        )
-        sample_terms = vectorizer.terms
-    else:
-        vectorizer = _model_vectorizer(config, corpus, model_folder)
+    vectorizer, rng, sample, sample_tfidf = make_vectorizer(config, corpus, k, model_folder, progress)
+    sample_terms = None if sample_tfidf is None else vectorizer.terms
     vectorizer.save(out)
     scratch = out / "features.tmp"
     try:
         progress(f"{section.features} features of {len(train):,} documents")
-        x_DS = _features(vectorizer, train, scratch)
+        made = None if parts is None else joined(parts[0], vectorizer, train, parts[1])
+        x_DS = _features(vectorizer.transform(train.texts()) if made is None else made, len(train), scratch)
         _refuse_few_distinct(x_DS, k)
         progress("k-means")
         centroids_KS = kmeans(x_DS, k, n_init=section.n_init, minibatch_above=section.minibatch_above, seed=seed)
@@ -167,6 +160,26 @@ def _by_features(
     return label_D, held_out_D, found
 
 
+def make_vectorizer(
+    config: Experiment, corpus: Any, k: int, model_folder: Path | None, progress: Callable[[str], None]
+) -> tuple[features.Vectorizer, np.random.Generator, np.ndarray, Any]:
+    """What makes features of documents, fitted on a seeded sample of them: the vectorizer, the generator behind the
+    sample, the sample, and its tf-idf rows where there are any."""
+    section, train = config.cluster, corpus.split("train")
+    rng = np.random.default_rng([config.seed, 2])
+    sample = np.sort(rng.choice(len(train), min(FIT_DOCUMENTS, len(train)), replace=False))
+    if section.features != "tfidf":
+        return _model_vectorizer(config, corpus, model_folder), rng, sample, None
+    progress(f"tf-idf on {len(sample):,} documents")
+    vectorizer, tfidf = features.fit_tfidf(
+        train.texts(sample),
+        dimensions=section.dimensions or max(32, 2 * k),
+        max_terms=section.max_terms,
+        seed=config.seed,
+    )
+    return vectorizer, rng, sample, tfidf
+
+
 def _model_vectorizer(config: Experiment, corpus: Any, model_folder: Path | None) -> features.Vectorizer:
     kind = config.cluster.features
     if model_folder is None or not (config.model.source or config.seed_phase.tokens):
@@ -179,10 +192,10 @@ def _model_vectorizer(config: Experiment, corpus: Any, model_folder: Path | None
     return features.mean_hidden(model_folder, corpus.tokenizer(), config.corpus.sequence_length)
 
 
-def _features(vectorizer: features.Vectorizer, split: Any, scratch: Path) -> np.ndarray:
+def _features(blocks: Iterable[np.ndarray], documents: int, scratch: Path) -> np.ndarray:
     """All features [D, S] float32, in a file that the kernel may page out. Raises ConfigError if not finite."""
     x_DS, done = None, 0
-    for block_BS in vectorizer.transform(split.texts()):
+    for block_BS in blocks:
         if not np.isfinite(block_BS).all():
             row = done + int(np.flatnonzero(~np.isfinite(block_BS).all(1))[0])
             raise ConfigError(
@@ -190,7 +203,7 @@ def _features(vectorizer: features.Vectorizer, split: Any, scratch: Path) -> np.
                 "overflows: check model.source, or use cluster.features=tfidf"
             )
         if x_DS is None:
-            x_DS = np.memmap(scratch, np.float32, "w+", shape=(len(split), block_BS.shape[1]))
+            x_DS = np.memmap(scratch, np.float32, "w+", shape=(documents, block_BS.shape[1]))
         x_DS[done : done + len(block_BS)] = block_BS
         done += len(block_BS)
     return x_DS

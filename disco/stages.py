@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from disco import artifacts
+from disco import artifacts, shards
 from disco.checkpoint import identity
 from disco.cluster import assignments, cluster
 from disco.combine import Shared
@@ -117,6 +117,7 @@ def _disco(config: Experiment, prefix: str, method: str | None) -> Iterator[Stag
             method=method,
             model_folder=run / "start" if looks else None,
             minimum_tokens=minimum,
+            parts=feature_parts(config) if method is None else None,
         ),
     )
     if config.model.extend is not None:
@@ -224,6 +225,32 @@ def joint_rate(config: Experiment) -> float:
     if config.model.source is None:
         sections += [config.train, *([config.seed_phase] if config.seed_phase.tokens else [])]
     return max(section.learning_rate for section in sections)
+
+
+def feature_parts(config: Experiment) -> tuple[Path, str]:
+    """Where parts of the features lie, and what they depend on: corpus, model, settings, seed."""
+    run, section = config.folder, config.cluster
+    read = ("prepare",) if section.features == "tfidf" else ("prepare", "start")
+    made_from = {name: artifacts.content(run / name) for name in read}
+    settings = section.model_dump(include={"features", "dimensions", "max_terms"})
+    key = artifacts.fingerprint({**made_from, **settings, "k": clusters(config), "seed": config.seed})
+    return run / shards.FOLDER, key
+
+
+def write_feature_part(config: Experiment, part: str, say: Callable[[str], None]) -> Path:
+    """One part (such as 2/8) of the features, for a machine that has the stages before clustering."""
+    folder, key = feature_parts(config)
+    model = config.folder / "start" if config.cluster.features != "tfidf" else None
+    return shards.write_part(
+        config,
+        _corpus(config),
+        folder,
+        shards.parse_part(part),
+        k=clusters(config),
+        model_folder=model,
+        key=key,
+        progress=say,
+    )
 
 
 def train_submodel(config: Experiment, prefix: str, submodel: int, out: Path) -> None:
