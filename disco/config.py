@@ -218,8 +218,10 @@ class Merge(Section):
 class Finetune(Optimizer):
     tokens: Tokens = Field(0, description="positions; 0 = off; absent = half of train.tokens")
     router_tokens: Tokens = Field(0, description="positions of router-only training first")
-    experts: Literal["replicated", "fsep"] = Field(
-        "replicated", description="every process has all experts, or fsep: a slice of each, see section fsep"
+    experts: Literal["replicated", "autoep", "fsep"] = Field(
+        "replicated",
+        description="every process has all experts; autoep: an equal share of them, by DeepSpeed; fsep: a slice of "
+        "each, see section fsep",
     )
     record_loads: bool = Field(
         False, description="write the tokens that each process sends to each expert to loads.npz, for fsep simulate"

@@ -39,11 +39,18 @@ def start_process_group() -> tuple[int, int, torch.device]:
     return dist.get_rank(), dist.get_world_size(), device
 
 
-def make_engine(model: nn.Module, section: Optimizer, blocks: BlockDescent | None = None, seed: int = 0):
+def make_engine(
+    model: nn.Module,
+    section: Optimizer,
+    blocks: BlockDescent | None = None,
+    seed: int = 0,
+    more: dict | None = None,
+):
     """Wrap `model` in an engine; its parameters that require grad are trained with AdamW: by DeepSpeed all at
     once, or with `blocks` by bcd on DeepSpeed a block at a time.
 
-    Weight decay touches matrices only. The engine averages gradients over processes and micro-batches.
+    `more` are further keys of DeepSpeed's configuration. Weight decay touches matrices only. The engine averages
+    gradients over processes and micro-batches.
     """
     import deepspeed
 
@@ -60,9 +67,9 @@ def make_engine(model: nn.Module, section: Optimizer, blocks: BlockDescent | Non
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
-    }
+    } | (more or {})
     if blocks is None:
-        engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model, section), config=settings)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=lambda _: _adamw(model, section), config=settings)
     else:
         import bcd
 

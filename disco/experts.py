@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import fsep
@@ -24,6 +24,9 @@ from disco.family import num_experts
 from disco.job import Job
 from fsep.check import check_slots
 from fsep.families import FAMILIES
+
+# Families whose training by DeepSpeed's AutoEP equals that with replicated experts, as a test shows.
+AUTOEP_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
 class Replicated:
@@ -48,8 +51,16 @@ class Replicated:
         loaded, client = engine.load_checkpoint(str(folder), tag=tag)
         return None if loaded is None else client
 
-    def figures(self, engine) -> dict:
-        """What a metrics row says of the last micro-batch; lists hold a value a layer."""
+    def settings(self, model: nn.Module) -> dict:
+        """What DeepSpeed's configuration has more."""
+        return {}
+
+    def begin(self, engine) -> None:
+        """The engine is there; training has not begun."""
+
+    def figures(self, engine, counts_LE: Tensor | None) -> dict:
+        """What a metrics row says of the balance, of the last micro-batch or by the global batch's counts; lists
+        hold a value a layer."""
         return {}
 
     def export(self, engine, folder: Path) -> None:
@@ -100,7 +111,7 @@ class Sharded(Replicated):
     def resume(self, engine, folder: Path, tag: str) -> dict | None:
         return fsep.load_checkpoint(engine, folder, tag)[1]
 
-    def figures(self, engine) -> dict:
+    def figures(self, engine, counts_LE: Tensor | None) -> dict:
         layers = fsep.stats(engine)
         names = ("imbalance", "expert_imbalance", "inter_node_fraction", "route_ms")
         return {name: [layer[name] for layer in layers] for name in names} | {"plan_ms": layers[0]["plan_ms"]}
@@ -115,11 +126,21 @@ class Sharded(Replicated):
 
 def whole_names(name: str) -> list[str]:
     """The parameters of the Hugging Face model that a parameter of the trained one is, or is a part of."""
+    from disco.autoep import hugging_face_name
+
     experts, _, leaf = name.rpartition(".")
-    return [f"{experts}.gate_up_proj", f"{experts}.down_proj"] if leaf == "shard" else [name]
+    if leaf == "shard":
+        return [f"{experts}.gate_up_proj", f"{experts}.down_proj"]
+    return [hugging_face_name(name)]
 
 
-WAYS: dict[str, type[Replicated]] = {"replicated": Replicated, "fsep": Sharded}
+def way_of(job: Job, device: torch.device) -> Replicated:
+    """How the job's processes share the experts."""
+    if job.shared_as == "autoep":
+        from disco.autoep import AutoEP
+
+        return AutoEP(job, device)
+    return Sharded(job, device) if job.shared_as == "fsep" else Replicated(job, device)
 
 
 def slots_of(settings: ExpertSharding, processes: int, experts: int) -> int:
@@ -152,6 +173,8 @@ def check_experts(config: Experiment, model: PretrainedConfig, stages: dict[str,
             _check_divided(name, section, model)
             if section.experts == "fsep":
                 _check_sharded(config, name, section, model)
+            else:
+                _check_autoep(name, section, model)
 
 
 def _check_divided(name: str, section: Finetune, model: PretrainedConfig) -> None:
@@ -186,3 +209,22 @@ def _check_sharded(config: Experiment, name: str, section: Finetune, model: Pret
         )
     slots_of(config.fsep, section.processes, num_experts(model))
     topology_of(config.fsep, model, section.processes, config.launch.nodes)
+
+
+def _check_autoep(name: str, section: Finetune, model: PretrainedConfig) -> None:
+    way, experts = f"{name}: experts is autoep", num_experts(model)
+    if model.model_type not in AUTOEP_FAMILIES:
+        raise ConfigError(
+            f"{way} but the model is a {model.model_type}, whose routing is not shown to be the same in "
+            f"DeepSpeed's layer (it is for {', '.join(AUTOEP_FAMILIES)}): set finetune.experts=fsep, or replicated"
+        )
+    if experts % section.processes:
+        raise ConfigError(
+            f"{way} but {section.processes} processes cannot have equally many of {experts} experts: set "
+            f"finetune.processes to a divisor of {experts}, or finetune.experts=fsep"
+        )
+    if section.record_loads:
+        raise ConfigError(
+            f"{way}, whose routers fsep's recorder does not know, but record_loads is true: set "
+            "finetune.record_loads=false, or finetune.experts=fsep"
+        )

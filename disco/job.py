@@ -45,7 +45,7 @@ class Job(Section):
     validate_at: list[int] = []
     section: Optimizer
     bcd: BlockDescent | None = None
-    shared_as: Literal["replicated", "fsep"] = "replicated"
+    shared_as: Literal["replicated", "autoep", "fsep"] = "replicated"
     fsep: ExpertSharding = ExpertSharding()
     record_loads: bool = False
     trainable: Literal["all", "experts", "router"] = "all"

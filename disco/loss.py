@@ -3,6 +3,7 @@
 Shape suffixes: B sequences, S positions, N tokens with a label, H hidden, V vocabulary, L MoE layers, E experts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -126,8 +127,12 @@ class CausalLoss(nn.Module):
             self.share_LE = torch.full((len(routers), experts), top_k(model.config) / experts)
 
     def _keep(self, module, inputs, output):
+        self.keep(lambda: output[0], output[2])
+
+    def keep(self, logits: Callable[[], Tensor], chosen: Tensor) -> None:
+        """A router has run, and chosen these experts of each token by these logits: for other layers' hooks."""
         if self._capture:  # off while activation checkpointing recomputes
-            self._routed.append((output[0], output[2]))
+            self._routed.append((logits(), chosen))
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, tokens: int) -> LossOutput:
         """input_ids, position_ids, labels [B, S], labels aligned (labels[b, s] follows position s)."""

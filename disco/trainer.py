@@ -21,7 +21,7 @@ import torch.distributed as dist
 from disco.artifacts import SCRATCH
 from disco.config import Optimizer
 from disco.engine import make_engine, start_process_group
-from disco.experts import WAYS, Replicated, whole_names
+from disco.experts import Replicated, way_of, whole_names
 from disco.family import set_trainable
 from disco.job import Job
 from disco.loads import Loads
@@ -48,14 +48,15 @@ def train(job: Job) -> None:
     rows = Rows.load(Path(job.rows))
     validation = Rows.load(Path(job.validation)) if job.validation else None
     precision = {"fp32": "float32", "bf16": "bfloat16"}[section.precision]
-    experts = WAYS[job.shared_as](job, device)
+    experts = way_of(job, device)
     model = experts.load(precision)
     set_trainable(model, job.trainable)
     if section.activation_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.disable_input_require_grads()
     module = CausalLoss(model, chunk=section.loss_chunk, aux=job.aux_loss, z=job.z_loss)
-    engine = make_engine(module, section, job.bcd, job.seed)
+    engine = make_engine(module, section, job.bcd, job.seed, experts.settings(model))
+    experts.begin(engine)
     flops_of = functools.cache(functools.partial(step_flops, model.config, rows.sequence_length, section))
     state = {"step": 0, "tokens": 0, "flops": 0, "seconds": 0.0}
     resume(engine, experts, checkpoints, state)
@@ -97,7 +98,7 @@ def train(job: Job) -> None:
                 row["expert_share"] = share_LE.tolist()
                 if state["step"] % section.log_every == 0:
                     collapsed = collapsed + 1 if module.selects and share_LE.max() > job.collapse_share else 0
-            row |= experts.figures(engine)
+            row |= experts.figures(engine, sums.get("counts_LE"))
             if validate:
                 row["validation_loss"] = evaluate_loss(engine, validation, section, rank, device)
             record.log(row, steps)

@@ -151,11 +151,64 @@ def test_what_cannot_work_is_refused(family, keys, message):
         check_experts(config, tiny_config(family, 4), stages)
 
 
+@pytest.mark.parametrize(
+    "family, keys, message",
+    [
+        (
+            "olmoe",
+            {},
+            r"the model is a olmoe, whose routing .* \(it is for mixtral, .*\): set finetune",
+        ),
+        ("mixtral", {"processes": 3, "batch_size": 3}, r"3 processes cannot have equally many of 4 experts: set"),
+        ("mixtral", {"record_loads": True}, r"record_loads is true: set finetune.record_loads=false"),
+        ("mixtral", {"zero_stage": 3}, r"experts is autoep but zero_stage is 3"),
+        ("mixtral", {"precision": "bf16"}, r"experts is autoep and clip is 1 in bf16"),
+    ],
+)
+def test_what_deepspeeds_expert_parallelism_cannot_do_is_refused(family, keys, message):
+    config = experiment(experts="autoep", **keys)
+    with pytest.raises(ConfigError, match=message):
+        check_experts(config, tiny_config(family, 4), {"finetune": config.finetune})
+
+
 def test_what_can_work_is_not_refused():
     for keys in ({}, {"processes": 4, "zero_stage": 2, "precision": "bf16"}, {"clip": 0, "precision": "bf16"}):
         config = experiment(experts="fsep", **keys)
         check_experts(config, tiny_config("mixtral", 4), {"finetune": config.finetune, "train": config.train})
+        divided = experiment(experts="autoep", **keys)
+        check_experts(divided, tiny_config("mixtral", 4), {"finetune": divided.finetune})
     assert slots_of(ExpertSharding(), 4, 8) == 4 and slots_of(ExpertSharding(), 1, 8) == 8
     assert slots_of(ExpertSharding(), 3, 4) == 4 and slots_of(ExpertSharding(slots=9), 2, 8) == 8
     shape = topology_of(ExpertSharding(hardware="h100"), tiny_config("mixtral", 4), 16, 2)
     assert (shape.devices, shape.devices_per_node, shape.inter_gbps) == (16, 8, 400.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, processes, stage", [("qwen2_moe", 2, 1), ("mixtral", 2, 0), ("qwen3_moe", 1, 2), ("qwen2_moe", 2, 2)]
+)
+def test_deepspeeds_expert_parallelism_trains_as_replicated_experts(
+    make_job, toy_rows, tiny_model, family, processes, stage
+):
+    """With accumulation, clipping, a short last batch, the auxiliary loss, and a stop where ZeRO is 2."""
+    section = {"rows": toy_rows(10), "aux": 0.5, "clip": 0.5, "model": tiny_model(family)}
+    reference, expected = make_job("reference", **section)
+    run_job(reference, threads=1)
+    settings = {"processes": processes, "micro_batch_size": 1, "zero_stage": stage, "checkpoint_every": 1}
+    job, out = make_job("autoep", **section, **settings, job_keys={"shared_as": "autoep"})
+    run_job(job, threads=1)
+    assert_trained_alike(job, out, reference, expected)
+    if processes == 2:
+        row = rows_of(job, "autoep")[-1]
+        halves = torch.tensor(row["expert_share"]).unflatten(1, (2, 2)).sum(-1)
+        assert row["imbalance"] == pytest.approx((halves.amax(1) / halves.mean(1)).tolist())
+    if stage == 2:
+        again, resumed = make_job("again", **section, **settings, job_keys={"shared_as": "autoep"})
+        blocked = resumed / "model.safetensors"
+        blocked.mkdir()
+        with pytest.raises(JobError):
+            run_job(again, threads=1)
+        blocked.rmdir()
+        assert list((resumed / SCRATCH / "checkpoints").glob("step-00000003"))
+        run_job(again, threads=1)
+        assert_same(tensors(resumed), tensors(out), rtol=0, atol=0)
