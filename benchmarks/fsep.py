@@ -12,6 +12,7 @@ backward, Hugging Face's block against sharded experts on one GPU.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -201,8 +202,8 @@ def repeated(trace, devices: int):
     return LoadTrace(trace.tokens[:, :, :, index_N], trace.iteration, trace.layer)
 
 
-def modelled(path: str, hardware: str, snapshots: int) -> list[dict]:
-    """Modelled milliseconds a layer and step, planned on the load of the step before."""
+def modelled(path: str, hardware: str, snapshots: int, stale: list[int]) -> list[dict]:
+    """Modelled milliseconds a layer and step, planned on the load of so many recorded steps before."""
     from fsep import LoadTrace, Topology, simulate
 
     trace, rows = LoadTrace.load(path), []
@@ -214,17 +215,19 @@ def modelled(path: str, hardware: str, snapshots: int) -> list[dict]:
             topology,
             slots,
             planners=MODELLED,
-            stale=(1,),
+            stale=stale,
             snapshots=max(3, min(snapshots, snapshots * 64 // devices)),
             bound=False,
         )
-        for planner in MODELLED:
-            best = min((row for row in results if row.planner == planner), key=lambda row: row.step_ms)
+        for planner, age in itertools.product(MODELLED, stale):
+            arms = [row for row in results if (row.planner, row.stale) == (planner, age)]
+            best = min(arms, key=lambda row: row.step_ms)
             rows.append(
                 {
                     "trace": Path(path).name,
                     "devices": devices,
                     "slots": slots,
+                    "stale": age,
                     "planner": planner,
                     "routing": best.routing,
                     "imbalance": best.imbalance,
@@ -308,6 +311,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hardware", default="a100", help="device of the modelled cluster, in fsep's table")
     parser.add_argument("--snapshots", type=int, default=20, help="snapshots of a trace to model, up to 64 devices")
+    parser.add_argument("--stale", type=int, nargs="*", default=[0], help="recorded steps from planning to use")
     parser.add_argument("--gpu", action="store_true", help="one layer on one CUDA GPU instead")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of the layer, with --gpu")
     parser.add_argument("--json", type=Path)
@@ -328,7 +332,9 @@ def main() -> None:
             show("Measured on this CPU: median step", found["measured"])
         if arguments.traces:
             found["modelled"] = [
-                row for path in arguments.traces for row in modelled(path, arguments.hardware, arguments.snapshots)
+                row
+                for path in arguments.traces
+                for row in modelled(path, arguments.hardware, arguments.snapshots, arguments.stale)
             ]
             show(f"Modelled, not measured: {arguments.hardware}, ms a layer and step", found["modelled"])
     if arguments.json:
