@@ -48,6 +48,10 @@ class Config(_Section):
     seed: int = 0
     state: Literal["reset", "keep"] = Field(default="keep", description="AdamW moments when a block returns")
 
+    prefetch: bool = Field(
+        default=False, description="copy the next block's kept state to the GPU during the update before a switch"
+    )
+
     lr: float = Field(default=1e-4, gt=0, description="peak learning rate")
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)

@@ -27,6 +27,7 @@ from bcd.config import Config, read
 from bcd.expansion import Expansion, above
 from bcd.groups import GroupState, make_groups
 from bcd.plain import PlainBackend
+from bcd.prefetch import Prefetch
 from bcd.prefix import PrefixCache
 from bcd.schedule import BlockSchedule, learning_rate
 
@@ -118,6 +119,7 @@ class Engine:
         self._written: float | None = None
         self._grad_norm: float | None = None
         self._kept: dict[str, GroupState] = {}  # state of inactive groups, in host memory
+        self._prefetch: Prefetch | None = None
         self._activate()
 
     @property
@@ -184,6 +186,8 @@ class Engine:
         self.schedule.record(norm)
         if self.schedule.done:
             self.switch()
+        elif self.config.prefetch and self.schedule.inner_step == self.config.steps_per_block - 1:
+            self._fetch_ahead()
         self._offer_rate()
 
     def switch(self) -> None:
@@ -340,7 +344,8 @@ class Engine:
     def _activate(self, active: dict[str, GroupState] | None = None) -> None:
         blocks = [self.partition.blocks[i] for i in self.schedule.blocks]
         groups = make_groups(self.partition.always_on, blocks, self.config)
-        saved = self._kept if active is None else active
+        ahead = {} if self._prefetch is None else self._prefetch.take()
+        saved = self._kept | ahead if active is None else active
         self._backend.activate(groups, {g.name: saved[g.name] for g in groups if g.name in saved})
         for group in groups:
             self._kept.pop(group.name, None)
@@ -351,6 +356,15 @@ class Engine:
         self._offer_rate()
         if self._prefix is not None:
             self._prefix.reset(min(self._depths[piece.name] for piece in pieces))
+
+    def _fetch_ahead(self) -> None:
+        """Start to copy what the next blocks have in host memory to the device."""
+        if self._prefetch is None:
+            self._prefetch = Prefetch(self.device)
+        blocks = [self.partition.blocks[i] for i in self.schedule.upcoming]
+        names = [group.name for group in make_groups((), blocks, self.config)]
+        present = {group.name for group in self._backend.groups}
+        self._prefetch.begin({n: self._kept[n] for n in names if n in self._kept and n not in present})
 
     def _store(self, state: dict[str, GroupState]) -> None:
         """Keep what the config keeps of groups that stop training; always-on groups keep everything."""

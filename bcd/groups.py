@@ -71,22 +71,25 @@ def read_state(
             residual = master.detach() - master.detach().to(dtype).to(master.dtype)
             state["residual"] = _to_host(residual)
         result.append(state)
+    if any(master.is_cuda for master in masters):
+        torch.cuda.current_stream().synchronize()  # once for all copies
     return result
 
 
 def write_state(masters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, saved: GroupState) -> None:
-    """Undo `read_state` on fresh master weights."""
+    """Undo `read_state` on fresh master weights. Tensors that are on the device already become the optimizer's
+    own; those in host memory are copied."""
     with torch.no_grad():
         for master, state in zip(masters, saved, strict=True):
             if "residual" in state:
-                master.add_(state["residual"].to(master.device, non_blocking=True))
+                master.add_(state["residual"].to(master.device, non_blocking=master.is_cuda))
             moments = {key: value for key, value in state.items() if key != "residual"}
             if moments:
                 optimizer.state[master] = {
                     # torch keeps the step counter on the host unless the update is fused.
                     key: value.clone()
                     if key == "step" and not master.is_cuda
-                    else value.to(master.device, copy=True)
+                    else value.to(master.device, non_blocking=master.is_cuda, copy=not value.is_cuda)
                     for key, value in moments.items()
                 }
 
@@ -94,5 +97,5 @@ def write_state(masters: Sequence[torch.Tensor], optimizer: torch.optim.Optimize
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_cuda:
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return pinned.copy_(tensor)
+        return pinned.copy_(tensor, non_blocking=True)
     return tensor.detach().clone()

@@ -338,11 +338,20 @@ class Predictor:
         sets = list(self._active_sets(method, config))
         shapes = {name: self.model.get_parameter(name).shape for *_, freed in sets for name in freed}
         means = STEP_BYTES * sum(1 + sum(map(math.prod, statistics(shape))) for shape in shapes.values())
+        # With prefetch: moments, and the residual of low-precision weights, of the largest block that may be next.
+        ahead = max(sum(piece.numel for group in groups for piece in group) for _, groups, _ in sets)
+        ahead *= (12 if self.dtype != "fp32" else 8) * (config.prefetch and method == "bcd")
+        ahead = -(-ahead // (devices if zero_stage else 1))
         for name, groups, freed in sets:
             found = self._one(
                 name, groups, freed, config, devices, zero_stage, offload, micro_batch, reduce_bucket, fused
             )
-            found = replace(found, optimizer=found.optimizer + means, total=found.total + means)
+            found = replace(
+                found,
+                optimizer=found.optimizer + means,
+                buffers=found.buffers + ahead,
+                total=found.total + means + ahead,
+            )
             if worst is None or found.total > worst.total:
                 worst = found
         label = _label(method, config, zero_stage, offload)

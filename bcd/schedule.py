@@ -5,6 +5,7 @@ Both schedules count applied updates: a step that was skipped (overflow, not fin
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Sequence
@@ -90,6 +91,14 @@ class BlockSchedule:
         if self.position >= len(self.current_order):
             self.cycle, self.position = self.cycle + 1, 0
             self.current_order = self._draw()
+
+    @property
+    def upcoming(self) -> tuple[int, ...]:
+        """Blocks that `advance` would make active now; the order by importance may still change them."""
+        ahead = copy.copy(self)
+        ahead.norms = dict(self.norms)
+        ahead.advance()
+        return ahead.blocks
 
     def _draw(self) -> list[int]:
         indices = list(range(self.count))
