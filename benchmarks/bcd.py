@@ -10,7 +10,8 @@ Seconds are CPU time of training steps alone. "BCD, AdamW's time" takes as many 
 seconds, its schedule of the learning rate stretched alike. State is parameters + gradients + optimizer state on the
 training device at its highest, host is state kept in host memory, saved is what autograd keeps between forward and
 backward at its highest. Without --texts the text is drawn from random bigram tables, one a source. BAdam, GaLore,
-APOLLO and LoRA take part if badam, galore_torch, apollo_torch and peft are installed.
+APOLLO and LoRA take part if badam, galore_torch, apollo_torch and peft are installed. --steps-per-block is that of
+cyclic BCD, LISA and BAdam; --base-steps is for the first half of `finetune`.
 """
 
 # ruff: noqa: E402
@@ -53,12 +54,7 @@ BCD = {
     "BCD shuffled": {"order": "shuffled"},
     "BCD importance": {"order": "importance"},
     # Embeddings and head in every block, two random layers, state cleared (Pan et al. 2024, arXiv 2403.17919).
-    "LISA": {
-        "always_on": ("model.embed_tokens", *HEAD),
-        "order": "shuffled",
-        "active_blocks": 2,
-        "state": "reset",
-    },
+    "LISA": dict(always_on=("model.embed_tokens", *HEAD), order="shuffled", active_blocks=2, state="reset"),
 }
 
 
@@ -218,17 +214,9 @@ def _badam(steps: int) -> Callable:
         from badam import BlockOptimizer
 
         inner = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
-        return TorchArm(
-            model,
-            BlockOptimizer(
-                inner,
-                named_parameters_list=list(model.named_parameters()),
-                switch_block_every=steps,
-                switch_mode="random",
-                include_embedding=True,
-                include_lm_head=True,
-            ),
-        )
+        blocks = dict(switch_mode="random", include_embedding=True, include_lm_head=True, verbose=0)
+        optimizer = BlockOptimizer(inner, list(model.named_parameters()), switch_block_every=steps, **blocks)
+        return TorchArm(model, optimizer)
 
     return arm
 
@@ -381,26 +369,15 @@ def mean_rows(rows: list[dict]) -> list[list[str]]:
         losses = [row["curve"][-1][2] for row in own]
         share = ["-", "-"]
         if adamw:
-            share = [
-                f"{own[0]['state'] / adamw[0]['state']:.3f}",
-                f"{mean(own, per_step) / mean(adamw, per_step):.2f}",
-            ]
-        cells.append(
-            [
-                name,
-                f"{own[0]['lr']:g}",
-                f"{own[0]['state'] / 1e6:.2f}",
-                share[0],
-                f"{own[0]['host'] / 1e6:.2f}",
-                f"{own[0]['saved'] / 1e6:.1f}",
-                f"{mean(own, per_step):.0f}",
-                share[1],
-                f"{own[0]['steps']}",
-                f"{mean(own, lambda row: row['seconds']):.0f}",
-                f"{sum(losses) / len(losses):.4f}",
-                ", ".join(f"{loss:.3f}" for loss in losses),
-            ]
-        )
+            ratios = own[0]["state"] / adamw[0]["state"], mean(own, per_step) / mean(adamw, per_step)
+            share = [f"{ratio:.3f}" for ratio in ratios]
+        state, host, saved = (f"{own[0][key] / 1e6:.2f}" for key in ("state", "host", "saved"))
+        seconds = mean(own, lambda row: row["seconds"])
+        by_seed = ", ".join(f"{loss:.3f}" for loss in losses)
+        cells.append([
+            name, f"{own[0]['lr']:g}", state, share[0], host, saved, f"{mean(own, per_step):.0f}", share[1],
+            f"{own[0]['steps']}", f"{seconds:.0f}", f"{sum(losses) / len(losses):.4f}", by_seed,
+        ])  # fmt: skip
     return cells
 
 
@@ -433,20 +410,13 @@ def main() -> None:
     parser.add_argument("--setting", choices=("scratch", "finetune", "moe"), default="scratch")
     parser.add_argument("--texts", type=Path, help="folder of <source>.jsonl files with a text column")
     parser.add_argument("--arms", nargs="+", help="names of arms; all if not given")
-    parser.add_argument("--lr", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
-    parser.add_argument("--search-steps", type=int, default=150)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--steps-per-block", type=int, default=10, help="of cyclic BCD, LISA and BAdam")
-    parser.add_argument("--base-steps", type=int, default=600, help="of AdamW on other sources, before finetune")
-    parser.add_argument("--warmup", type=int, default=20)
-    parser.add_argument("--every", type=int, default=100)
-    parser.add_argument("--evaluation-batches", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--lr", type=float, nargs="+", default=[2e-3, 6e-3, 2e-2])
+    sizes = dict(
+        search_steps=40, seeds=2, steps=200, base_steps=200, warmup=10, every=40, evaluation_batches=8, batch=4,
+        length=64, width=128, layers=6, vocabulary=2048, steps_per_block=5,
+    )  # fmt: skip
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"{value} if not given")
     parser.add_argument("--smoke", action="store_true", help="a minute: a tiny model, few steps, one seed")
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("--markdown", type=Path, help="file for the table")
