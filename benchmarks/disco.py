@@ -1,0 +1,418 @@
+"""DisCo against joint training, a random split and the recipes of its relatives, at equal total tokens.
+
+    OMP_NUM_THREADS=1 python benchmarks/disco.py --texts data/eight_domains --out runs/recipes --seeds 0 1
+
+Settings: `continued` trains a dense base on every second passage of some domains, gives it experts and brings it to
+the other passages of all; `scratch` begins with drawn weights. An arm is an experiment of its own in OUT; stages
+that arms share are made once. With --search the learning rates of every arm are first multiplied by each of the
+factors, on the first seed and a quarter of the tokens, and the best factor is kept. A run that was stopped goes on.
+
+Work is of training steps alone: FLOPs by formula, device seconds measured, dollars of these at the prices of the
+hardware table (simulated: everything runs here). "To joint's loss" is what an arm had used when the validation loss
+along its fine-tuning came down to joint's last one, relative to all that joint used; "-" where it never did. State
+is parameters, gradients and AdamW's moments on a cheap card, counted from the tensors' shapes.
+"""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# This file is called disco.py too: keep its folder from hiding the package.
+sys.path[:] = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent] + ["."]
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+from disco import artifacts, evaluate, pipeline, single
+from disco.checkpoint import Checkpoint
+from disco.cluster import assignments
+from disco.config import Experiment
+from disco.corpus import Corpus
+from disco.curves import JOINT, Curve, Used, path, reach, read_curves, total
+from disco.engine import load_model
+from disco.packing import Rows, pack
+from disco.stages import clusters, stages
+from launch.ledger import append, phase_of, read
+
+PASSAGE = 1500  # characters
+JOINT_ARM, SEED_ARM, RECIPE, ENSEMBLE = "joint", "seed model alone", "DisCo", "c-BTM, nearest submodel"
+WIDTH = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
+
+
+class Arm(NamedTuple):
+    """`shares` of the tokens for seed phase, submodels and fine-tuning; the other fields override sections."""
+
+    shares: tuple[float, float, float]
+    seed_phase: dict[str, Any] = {}
+    train: dict[str, Any] = {}
+    merge: dict[str, Any] = {}
+    finetune: dict[str, Any] = {}
+    cluster: dict[str, Any] = {}
+
+
+# The default recipe. The seed phase keeps its rate high, the last stage brings it down: one schedule in parts.
+BEST = Arm(
+    (0.6, 0.3, 0.1),
+    seed_phase={"batch_size": 8, "learning_rate": 1e-3, "schedule": "constant", "warmup": 0.05},
+    train={"mode": "expert", "batch_size": 2, "learning_rate": 1e-3, "warmup": 0.1},
+    finetune={
+        "batch_size": 8,
+        "learning_rate": 5e-4,
+        "schedule": "linear",
+        "warmup": 0.0,
+        "min_learning_rate": 0.02,
+    },
+)
+WHOLE = {"mode": "full"}
+# Shared part averaged, router drawn, long tuning (BTX, arXiv 2403.07816); the recipe of arXiv 2601.06857.
+BTX = Arm((0, 0.5, 0.5), train=BEST.train | WHOLE, merge={"router": "random"}, finetune=BEST.finetune)
+PAPER = Arm((0, 0.8, 0.2), train=BEST.train | WHOLE, merge={"router": "random"}, finetune=BEST.finetune)
+ARMS: dict[str, Arm] = {
+    JOINT_ARM: BEST,
+    SEED_ARM: BEST,
+    RECIPE: BEST,
+    "DisCo, random split": BEST._replace(cluster={"method": "random"}),
+    "DisCo, router by centroid": BEST._replace(merge={"router": "centroid"}),
+    "DisCo, router drawn": BEST._replace(merge={"router": "random"}),
+    "DisCo, everything trained, averaged": BEST._replace(train=BEST.train | WHOLE),
+    "DisCo, seed 30 %": BEST._replace(shares=(0.3, 0.5, 0.2)),
+    "DisCo, no seed phase": BEST._replace(shares=(0, 0.7, 0.3)),
+    "BTX": BTX,
+    "the paper's recipe": PAPER,
+}
+
+
+def halves(texts: Path, out: Path, characters: int, domains: list[str]) -> None:
+    """Every second passage of each source, up to `characters`, to out/adapt; the others of `domains` to base."""
+    files = sorted(texts.glob("*.jsonl"))
+    if len(files) < 2:
+        raise SystemExit(
+            f"{texts}: holds {len(files)} .jsonl files, two or more are needed: disco fetch-corpus {texts}"
+        )
+    if unknown := sorted(set(domains) - {file.stem for file in files}):
+        raise SystemExit(f"--base-domains: {texts} has no {unknown[0]}.jsonl")
+    if (out / "adapt").exists():
+        return
+    for part, name in enumerate(("base", "adapt")):
+        folder = out / f"{name}.partial"
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            if name == "base" and file.stem not in domains:
+                continue
+            passages, size = [], 0
+            for line in file.read_text(encoding="utf-8").splitlines():
+                text = json.loads(line)["text"]
+                passages += [text[at : at + PASSAGE] for at in range(0, len(text), PASSAGE)]
+                size += len(text)
+                if size > characters:
+                    break
+            lines = [json.dumps({"text": passage}) for passage in passages[part::2]]
+            (folder / file.name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        os.rename(folder, out / name)
+
+
+def raw(args: argparse.Namespace, part: str, name: str, seed: int) -> dict[str, Any]:
+    """What all experiments have in common, on one half of the documents."""
+    files = sorted((args.out / "texts" / part).glob("*.jsonl"))
+    return {
+        "name": name,
+        "runs": str(args.out),
+        "seed": seed,
+        "corpus": {
+            "sources": [{"name": file.stem, "jsonl": [str(file.resolve())]} for file in files],
+            "sequence_length": args.length,
+            "tokenizer": {"kind": "train", "vocab_size": args.vocabulary},
+            "validation": 0.06,
+        },
+        "evaluate": {"curve_points": args.points, "curve_rows": args.rows},
+        "tracking": {"wandb": "disabled"},
+        "launch": {"threads": args.threads, "parallel": args.parallel},
+    }
+
+
+def base(args: argparse.Namespace) -> Path:
+    """The dense model that the setting `continued` goes on from."""
+    found = raw(args, "base", "base", 0)
+    found["model"] = {
+        "config": {"model_type": "qwen2", **WIDTH, "intermediate_size": args.width, "tie_word_embeddings": True}
+    }
+    found["train"] = {"tokens": args.base_tokens, "batch_size": 16, "learning_rate": 3e-3, "warmup": 0.05}
+    config = Experiment.parse(found)
+    single.run(config)
+    return config.folder / "train"
+
+
+def experiment(args: argparse.Namespace, name: str, arm: Arm, seed: int, factor: float, tokens: int) -> Experiment:
+    found = raw(args, "adapt", f"{args.setting}-{seed}/{name}", seed)
+    found["name"] = name.replace(" ", "_").replace("%", "percent").replace(",", "").replace("'", "")
+    found["runs"] = str(args.out / f"{args.setting}-{seed}-{tokens}-{factor:g}")
+    if args.setting == "continued":
+        found["model"] = {"source": str(base(args).resolve()), "upcycle": {"experts": args.experts, "top_k": 2}}
+        found["corpus"]["tokenizer"] = {"kind": "model"}
+        found["seed_phase"] = {"model": "submodel"}
+    else:
+        found["model"] = {"config": {
+            "model_type": "qwen2_moe", **WIDTH, "num_experts": args.experts, "num_experts_per_tok": 2,
+            "moe_intermediate_size": args.width, "shared_expert_intermediate_size": 128,
+            "intermediate_size": args.width,
+            "norm_topk_prob": True, "tie_word_embeddings": True,
+        }}  # fmt: skip
+    for section, share in zip(("seed_phase", "train", "finetune"), arm.shares, strict=True):
+        given = dict(getattr(arm, section))
+        if "learning_rate" in given:
+            given["learning_rate"] *= factor * (args.scratch_rate if args.setting == "scratch" else 1)
+        found[section] = found.get(section, {}) | given | {"tokens": round(share * tokens)}
+    found |= {"merge": arm.merge, "cluster": arm.cluster}
+    if name == JOINT_ARM:
+        found["baselines"] = ["joint"]
+        found["joint"] = {"learning_rate": found["seed_phase"]["learning_rate"], "warmup": 0.05}
+        found["finetune"] |= {"schedule": "cosine", "min_learning_rate": 0.05}
+    return Experiment.parse(found)
+
+
+def share_stages(config: Experiment, others: list[Path]) -> None:
+    """Link stages of other arms that are the same here, with their rows of ledger and metrics."""
+    for name, stage in stages(config).items():
+        target = config.folder / name
+        if target.exists() or not all((config.folder / need).exists() for need in stage.needs):
+            continue
+        key = artifacts.stage_key(pipeline.expected_inputs(config, stage), stage.section, config.seed)
+        for other in others:
+            if not (other / name / "manifest.json").exists() or artifacts.manifest(other / name)["key"] != key:
+                continue
+            shutil.copytree(other / name, target.with_name(f"{target.name}.linking"), copy_function=os.link)
+            for file in ("ledger.jsonl", "metrics.jsonl"):
+                for row in read(other / file) if (other / file).exists() else []:
+                    if phase_of(row) == name:
+                        append(config.folder / file, row)
+            os.rename(target.with_name(f"{target.name}.linking"), target)
+            break
+
+
+def run_arm(args: argparse.Namespace, name: str, seed: int, factor: float = 1.0, tokens: int | None = None) -> dict:
+    """Make what of the arm is missing, and measure it; a measured arm is read back."""
+    arm = ARMS[name]
+    config = experiment(args, name, arm, seed, factor, tokens or args.tokens)
+    said = config.folder / "measured.json"
+    last = {JOINT_ARM: JOINT, SEED_ARM: "start"}.get(name, "finetune")
+    if name == SEED_ARM:  # the seed phase has all the tokens and ends like the last stage
+        phase = config.seed_phase.model_copy(
+            update={"tokens": tokens or args.tokens, "schedule": "cosine", "min_learning_rate": 0.05}
+        )
+        config = config.model_copy(update={"seed_phase": phase})
+    share_stages(config, [other for other in Path(config.runs).iterdir()] if Path(config.runs).exists() else [])
+    pipeline.run(config, until=[last, "cluster"], say=lambda text: None)
+    found = measure(config, name, last)
+    artifacts.write_json(said, found)
+    print(f"{config.folder}: cross-entropy {found['cross_entropy']:.4f}, {found['flops']:.3g} FLOPs", flush=True)
+    return found
+
+
+def validation(config: Experiment) -> tuple[Rows, Any]:
+    split = Corpus.open(config.folder / "prepare").split("validation")
+    rows = pack(split, np.arange(len(split)), config.corpus.sequence_length, config.corpus.packing, config.seed)
+    return rows, split
+
+
+def measure(config: Experiment, name: str, last: str) -> dict[str, Any]:
+    """Held-out loss of the arm's last model, overall and by domain, its experts by domain, and what it took."""
+    rows, split = validation(config)
+    model = load_model(config.folder / last, config.model.dtype, config.model.experts)
+    seen = evaluate.measure(model, rows, split, split.source, len(split.sources), config.evaluate.batch_size)
+    curves = read_curves(config.folder)
+    laid = {"joint": curves[JOINT]} if name == JOINT_ARM else path(curves)
+    used = total(laid)
+    end = list(laid.values())[-1].validated()
+    price = {phase_of(row): row["price_per_hour"] for row in read(config.folder / "ledger.jsonl")}
+    return {
+        "cross_entropy": seen.entry["cross_entropy"],
+        "by_domain": {domain: part["cross_entropy"] for domain, part in seen.entry["by_source"].items()},
+        "experts": None if seen.routing is None else seen.routing["counts"],
+        "specialisation": None if seen.routing is None else float(np.mean(seen.routing["specialisation"])),
+        **used._asdict(),
+        "price": price.get(last),
+        "curve": {field: getattr(end, field).tolist() for field in (*Used._fields, "validation")},
+        "parts": {part: curve.used()._asdict() for part, curve in laid.items()},
+        "state_bytes": state_bytes(config, last if name == JOINT_ARM else None),
+    }
+
+
+def state_bytes(config: Experiment, stage: str | None) -> int:
+    """Parameters, gradients and two moments in fp32 of the largest stage on a cheap card."""
+    sizes = []
+    names = [stage] if stage else [name for name in ("start", "train/0") if (config.folder / name).exists()]
+    for name in names:
+        checkpoint = Checkpoint.open(config.folder / name)
+        expert_only = name.startswith("train/") and config.train.mode == "expert"
+        total_bytes = 0
+        for key, stored in checkpoint.tensors.items():
+            trained = not expert_only or checkpoint.family.role(key).kind == "expert"
+            total_bytes += 4 * int(np.prod(stored.shape)) * (4 if trained else 1)
+        sizes.append(total_bytes)
+    return max(sizes)
+
+
+def ensemble(config: Experiment) -> dict[str, Any]:
+    """Every held-out document by the submodel of its cluster: c-BTM (arXiv 2303.14177) with one submodel a text."""
+    rows, split = validation(config)
+    nearest_D = assignments(config.folder / "cluster", "validation")
+    sums_D, labels_D = np.zeros(len(split)), np.zeros(len(split), dtype=np.int64)
+    for submodel in range(clusters(config)):
+        model = load_model(config.folder / f"train/{submodel}", config.model.dtype, config.model.experts)
+        one_D, count_D = evaluate.losses(model, rows, config.evaluate.batch_size, len(split))
+        sums_D += np.where(nearest_D == submodel, one_D, 0)
+        labels_D = count_D
+    entry = evaluate.loss_of(sums_D, labels_D)
+    by = evaluate.by_group(sums_D, labels_D, split.source, split.sources)
+    laid = path(read_curves(config.folder))
+    used = laid["submodels"].used()
+    return {
+        "cross_entropy": entry["cross_entropy"],
+        "by_domain": {domain: part["cross_entropy"] for domain, part in by.items()},
+        **used._asdict(),
+        "state_bytes": state_bytes(config, None),
+    }
+
+
+def against(found: dict[str, Any], joint: dict[str, Any], priced: float) -> dict[str, float | None]:
+    """What the arm had used at joint's final loss, and in all, relative to joint's whole cost."""
+    result: dict[str, float | None] = {name: found[name] / joint[name] for name in ("flops", "seconds")}
+    result["dollars"] = found["dollars"] / joint["dollars"]
+    result |= {f"{name} to joint's loss": None for name in ("flops", "seconds", "dollars")}
+    curve = found.get("curve")
+    if curve and curve["validation"]:
+        columns = {name: np.array(curve[name]) for name in (*Used._fields, "validation")}
+        laid = Curve(**columns, loss=columns["validation"])
+        there = reach(joint["curve"]["validation"][-1], laid, laid.validation)
+        if there is not None:
+            for name in ("flops", "seconds", "dollars"):
+                result[f"{name} to joint's loss"] = getattr(there[0], name) / joint[name]
+    return result
+
+
+def search(args: argparse.Namespace, name: str) -> float:
+    """The factor on the arm's learning rates that does best on the first seed with a quarter of the tokens."""
+    tried = {
+        factor: run_arm(args, name, args.seeds[0], factor, args.tokens // 4)["cross_entropy"]
+        for factor in args.search
+    }
+    return min(tried, key=tried.get)
+
+
+def table(args: argparse.Namespace, found: dict[str, dict[int, dict]], factors: dict[str, float]) -> str:
+    """Markdown: a row an arm, means over seeds, each seed's loss beside."""
+    head = [
+        "arm", "rate x", "cross-entropy (by seed)", "FLOPs", "device s", "FLOPs to joint's loss",
+        "device time to joint's loss",
+        "dollars to joint's loss", "dollars", "state, of joint's",
+    ]  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    joint = found[JOINT_ARM]
+    for name, runs in found.items():
+        parts = [against(run, joint[seed], run["dollars"]) for seed, run in runs.items()]
+
+        def mean(key: str, parts=parts) -> str:
+            values = [part[key] for part in parts]
+            return "-" if None in values else f"{np.mean(values):.2f}"
+
+        losses = [run["cross_entropy"] for run in runs.values()]
+        state = np.mean([run["state_bytes"] / joint[seed]["state_bytes"] for seed, run in runs.items()])
+        cells = [
+            name, f"{factors.get(name, 1.0):g}",
+            f"{np.mean(losses):.4f} ({', '.join(f'{loss:.4f}' for loss in losses)})",
+            mean("flops"), mean("seconds"), mean("flops to joint's loss"), mean("seconds to joint's loss"),
+            mean("dollars to joint's loss"), mean("dollars"), f"{state:.2f}",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(args: argparse.Namespace, found: dict[str, dict[int, dict]], folder: Path) -> None:
+    """Held-out loss over work, an arm a point beside joint's curve; and which experts serve which domain."""
+    seed = args.seeds[0]
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for name, runs in found.items():
+        run = runs[seed]
+        if "curve" in run and run["curve"]["validation"]:
+            [line] = axes.plot(run["curve"]["flops"], run["curve"]["validation"], marker=".", label=name)
+        else:
+            axes.plot(run["flops"], run["cross_entropy"], "x", label=name)
+    axes.set(
+        xlabel="FLOPs of training", ylabel="validation loss, nats a token", title=f"{args.setting}, seed {seed}"
+    )
+    axes.legend(fontsize=7)
+    figure.savefig(folder / f"{args.setting}_loss.svg")
+    run = found[RECIPE][seed]
+    counts_SE = np.array(run["experts"]).sum(0)
+    share_SE = counts_SE / counts_SE.sum(1, keepdims=True)
+    figure, axes = plt.subplots(figsize=(6, 4))
+    axes.imshow(share_SE, cmap="Blues")
+    axes.set(xlabel="expert", yticks=range(len(share_SE)), title="share of a domain's choices, all layers")
+    axes.set_yticklabels(list(run["by_domain"]))
+    figure.tight_layout()
+    figure.savefig(folder / f"{args.setting}_experts.svg")
+    plt.close("all")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=Path, required=True, help="folder of .jsonl files, one a domain")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--setting", choices=("continued", "scratch"), default="continued")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--tokens", type=int, default=1_024_000)
+    parser.add_argument("--base-tokens", type=int, default=4_000_000)
+    parser.add_argument(
+        "--base-domains", nargs="+", default=["political_speech", "political_theory", "kernel", "programming"]
+    )
+    parser.add_argument("--characters", type=int, default=5_000_000, help="of each source")
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--width", type=int, default=512, help="of an expert")
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--points", type=int, default=10, help="validation losses along a curve")
+    parser.add_argument("--rows", type=int, default=256, help="validation rows of such a point")
+    parser.add_argument("--scratch-rate", type=float, default=3.0, help="factor on all rates from scratch")
+    parser.add_argument(
+        "--search", type=float, nargs="*", default=[], help="factors on the rates, for example 0.5 1 2"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of each training process")
+    parser.add_argument("--parallel", type=int, default=1, help="submodels trained at once")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(args.threads)
+    halves(args.texts, args.out / "texts", args.characters, args.base_domains)
+    names = [JOINT_ARM, *(name for name in args.arms if name != JOINT_ARM)]
+    factors = {name: search(args, name) if args.search else 1.0 for name in names}
+    found: dict[str, dict[int, dict]] = {name: {} for name in names}
+    for seed in args.seeds:
+        for name in names:
+            found[name][seed] = run_arm(args, name, seed, factors[name])
+        if "DisCo, everything trained, averaged" in names:
+            whole = "DisCo, everything trained, averaged"
+            config = experiment(args, whole, ARMS[whole], seed, factors[whole], args.tokens)
+            found.setdefault(ENSEMBLE, {})[seed] = ensemble(config)
+    artifacts.write_json(
+        args.out / f"{args.setting}.json", {"arguments": vars(args), "factors": factors, "arms": found}
+    )
+    text = table(args, found, factors)
+    (args.out / f"{args.setting}.md").write_text(text + "\n", encoding="utf-8")
+    if RECIPE in found:
+        draw(args, found, args.out)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
