@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/disco.py --texts data/eight_domains --out runs/recipes --seeds 0 1
 
-Settings: `continued` trains a dense base on every second passage of some domains, gives it experts and brings it to
-the other passages of all; `scratch` begins with drawn weights. An arm is an experiment of its own in OUT; stages
+Settings: `continued` trains a dense base on every second passage, gives it experts and brings it to the other
+passages; `scratch` begins with drawn weights. An arm is an experiment of its own in OUT; stages
 that arms share are made once. With --search the learning rates of every arm are first multiplied by each of the
 factors, on the first seed and a quarter of the tokens, and the best factor is kept. A run that was stopped goes on.
 
@@ -46,7 +46,8 @@ from disco.stages import clusters, stages
 from launch.ledger import append, phase_of, read
 
 PASSAGE = 1500  # characters
-JOINT_ARM, SEED_ARM, RECIPE, ENSEMBLE = "joint", "seed model alone", "DisCo", "c-BTM, nearest submodel"
+JOINT_ARM, SMALL_JOINT_ARM, SEED_ARM = "joint", "joint, batch of 2", "seed model alone"
+RECIPE, AVERAGED_ARM, ENSEMBLE = "DisCo", "DisCo, everything trained, averaged", "c-BTM, nearest submodel"
 WIDTH = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
 
 
@@ -61,46 +62,45 @@ class Arm(NamedTuple):
     cluster: dict[str, Any] = {}
 
 
-# The default recipe. The seed phase keeps its rate high, the last stage brings it down: one schedule in parts.
-BEST = Arm(
-    (0.6, 0.3, 0.1),
-    seed_phase={"batch_size": 8, "learning_rate": 1e-3, "schedule": "constant", "warmup": 0.05},
-    train={"mode": "expert", "batch_size": 2, "learning_rate": 1e-3, "warmup": 0.1},
-    finetune={
-        "batch_size": 8,
-        "learning_rate": 5e-4,
-        "schedule": "linear",
-        "warmup": 0.0,
-        "min_learning_rate": 0.02,
-    },
-)
-WHOLE = {"mode": "full"}
-# Shared part averaged, router drawn, long tuning (BTX, arXiv 2403.07816); the recipe of arXiv 2601.06857.
-BTX = Arm((0, 0.5, 0.5), train=BEST.train | WHOLE, merge={"router": "random"}, finetune=BEST.finetune)
-PAPER = Arm((0, 0.8, 0.2), train=BEST.train | WHOLE, merge={"router": "random"}, finetune=BEST.finetune)
-ARMS: dict[str, Arm] = {
-    JOINT_ARM: BEST,
-    SEED_ARM: BEST,
-    RECIPE: BEST,
-    "DisCo, random split": BEST._replace(cluster={"method": "random"}),
-    "DisCo, router by centroid": BEST._replace(merge={"router": "centroid"}),
-    "DisCo, router drawn": BEST._replace(merge={"router": "random"}),
-    "DisCo, everything trained, averaged": BEST._replace(train=BEST.train | WHOLE),
-    "DisCo, seed 30 %": BEST._replace(shares=(0.3, 0.5, 0.2)),
-    "DisCo, no seed phase": BEST._replace(shares=(0, 0.7, 0.3)),
-    "BTX": BTX,
-    "the paper's recipe": PAPER,
-}
+# The default recipe, continued from a mature base: experts alone, from the base, in small steps at a low rate, then
+# a short tuning at a lower one. From scratch a long seed phase comes first, and rates are ten times those.
+EXPERTS = {"mode": "expert", "batch_size": 1, "learning_rate": 3e-4, "warmup": 0.05}
+WHOLE = EXPERTS | {"mode": "full", "learning_rate": 1e-4}
+SEED = {"batch_size": 8, "learning_rate": 3e-4, "warmup": 0.05}
+TUNE = {"batch_size": 8, "learning_rate": 1e-4, "schedule": "linear", "warmup": 0.1, "min_learning_rate": 0.02}
+LONG_TUNE = TUNE | {"learning_rate": 3e-4, "warmup": 0.03}
+JOINT_RATE = 3e-4
 
 
-def halves(texts: Path, out: Path, characters: int, domains: list[str]) -> None:
+def arms(setting: str) -> dict[str, Arm]:
+    """The arms by name. BTX is arXiv 2403.07816 with its drawn router, the paper arXiv 2601.06857."""
+    shares = (0.0, 0.8, 0.2) if setting == "continued" else (0.8, 0.12, 0.08)
+    best = Arm(shares, seed_phase=SEED, train=EXPERTS, finetune=TUNE)
+    drawn = {"router": "random"}
+    return {
+        JOINT_ARM: best,
+        SMALL_JOINT_ARM: best,
+        SEED_ARM: best,
+        RECIPE: best,
+        "DisCo, random split": best._replace(cluster={"method": "random"}),
+        "DisCo, router by centroid": best._replace(merge={"router": "centroid"}),
+        "DisCo, router drawn": best._replace(merge=drawn),
+        AVERAGED_ARM: best._replace(train=WHOLE),
+        "DisCo, seed phase 30 %": best._replace(shares=(0.3, 0.5, 0.2)),
+        "BTX": Arm((0, 0.5, 0.5), train=WHOLE, merge=drawn, finetune=LONG_TUNE),
+        "the paper's recipe": Arm((0, 0.8, 0.2), train=WHOLE, merge=drawn, finetune=LONG_TUNE),
+    }
+
+
+def halves(texts: Path, out: Path, characters: int, domains: list[str] | None) -> None:
     """Every second passage of each source, up to `characters`, to out/adapt; the others of `domains` to base."""
     files = sorted(texts.glob("*.jsonl"))
     if len(files) < 2:
         raise SystemExit(
             f"{texts}: holds {len(files)} .jsonl files, two or more are needed: disco fetch-corpus {texts}"
         )
-    if unknown := sorted(set(domains) - {file.stem for file in files}):
+    known = [file.stem for file in files]
+    if unknown := sorted(set(domains or known) - set(known)):
         raise SystemExit(f"--base-domains: {texts} has no {unknown[0]}.jsonl")
     if (out / "adapt").exists():
         return
@@ -108,7 +108,7 @@ def halves(texts: Path, out: Path, characters: int, domains: list[str]) -> None:
         folder = out / f"{name}.partial"
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
-            if name == "base" and file.stem not in domains:
+            if name == "base" and file.stem not in (domains or known):
                 continue
             passages, size = [], 0
             for line in file.read_text(encoding="utf-8").splitlines():
@@ -153,7 +153,8 @@ def base(args: argparse.Namespace) -> Path:
     return config.folder / "train"
 
 
-def experiment(args: argparse.Namespace, name: str, arm: Arm, seed: int, factor: float, tokens: int) -> Experiment:
+def experiment(args: argparse.Namespace, name: str, seed: int, factor: float, tokens: int) -> Experiment:
+    arm = arms(args.setting)[name]
     found = raw(args, "adapt", f"{args.setting}-{seed}/{name}", seed)
     found["name"] = name.replace(" ", "_").replace("%", "percent").replace(",", "").replace("'", "")
     found["runs"] = str(args.out / f"{args.setting}-{seed}-{tokens}-{factor:g}")
@@ -174,9 +175,10 @@ def experiment(args: argparse.Namespace, name: str, arm: Arm, seed: int, factor:
             given["learning_rate"] *= factor * (args.scratch_rate if args.setting == "scratch" else 1)
         found[section] = found.get(section, {}) | given | {"tokens": round(share * tokens)}
     found |= {"merge": arm.merge, "cluster": arm.cluster}
-    if name == JOINT_ARM:
+    if name in (JOINT_ARM, SMALL_JOINT_ARM):
         found["baselines"] = ["joint"]
-        found["joint"] = {"learning_rate": found["seed_phase"]["learning_rate"], "warmup": 0.05}
+        rate = JOINT_RATE * factor * (args.scratch_rate if args.setting == "scratch" else 1)
+        found["joint"] = {"learning_rate": rate, "warmup": 0.05, "batch_size": 2 if name == SMALL_JOINT_ARM else 8}
         found["finetune"] |= {"schedule": "cosine", "min_learning_rate": 0.05}
     return Experiment.parse(found)
 
@@ -202,10 +204,9 @@ def share_stages(config: Experiment, others: list[Path]) -> None:
 
 def run_arm(args: argparse.Namespace, name: str, seed: int, factor: float = 1.0, tokens: int | None = None) -> dict:
     """Make what of the arm is missing, and measure it; a measured arm is read back."""
-    arm = ARMS[name]
-    config = experiment(args, name, arm, seed, factor, tokens or args.tokens)
+    config = experiment(args, name, seed, factor, tokens or args.tokens)
     said = config.folder / "measured.json"
-    last = {JOINT_ARM: JOINT, SEED_ARM: "start"}.get(name, "finetune")
+    last = {JOINT_ARM: JOINT, SMALL_JOINT_ARM: JOINT, SEED_ARM: "start"}.get(name, "finetune")
     if name == SEED_ARM:  # the seed phase has all the tokens and ends like the last stage
         phase = config.seed_phase.model_copy(
             update={"tokens": tokens or args.tokens, "schedule": "cosine", "min_learning_rate": 0.05}
@@ -213,7 +214,7 @@ def run_arm(args: argparse.Namespace, name: str, seed: int, factor: float = 1.0,
         config = config.model_copy(update={"seed_phase": phase})
     share_stages(config, [other for other in Path(config.runs).iterdir()] if Path(config.runs).exists() else [])
     pipeline.run(config, until=[last, "cluster"], say=lambda text: None)
-    found = measure(config, name, last)
+    found = measure(config, last)
     artifacts.write_json(said, found)
     print(f"{config.folder}: cross-entropy {found['cross_entropy']:.4f}, {found['flops']:.3g} FLOPs", flush=True)
     return found
@@ -225,13 +226,13 @@ def validation(config: Experiment) -> tuple[Rows, Any]:
     return rows, split
 
 
-def measure(config: Experiment, name: str, last: str) -> dict[str, Any]:
+def measure(config: Experiment, last: str) -> dict[str, Any]:
     """Held-out loss of the arm's last model, overall and by domain, its experts by domain, and what it took."""
     rows, split = validation(config)
     model = load_model(config.folder / last, config.model.dtype, config.model.experts)
     seen = evaluate.measure(model, rows, split, split.source, len(split.sources), config.evaluate.batch_size)
     curves = read_curves(config.folder)
-    laid = {"joint": curves[JOINT]} if name == JOINT_ARM else path(curves)
+    laid = {"joint": curves[JOINT]} if last == JOINT else path(curves)
     used = total(laid)
     end = list(laid.values())[-1].validated()
     price = {phase_of(row): row["price_per_hour"] for row in read(config.folder / "ledger.jsonl")}
@@ -244,7 +245,7 @@ def measure(config: Experiment, name: str, last: str) -> dict[str, Any]:
         "price": price.get(last),
         "curve": {field: getattr(end, field).tolist() for field in (*Used._fields, "validation")},
         "parts": {part: curve.used()._asdict() for part, curve in laid.items()},
-        "state_bytes": state_bytes(config, last if name == JOINT_ARM else None),
+        "state_bytes": state_bytes(config, last if last == JOINT else None),
     }
 
 
@@ -371,11 +372,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--setting", choices=("continued", "scratch"), default="continued")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--tokens", type=int, default=1_024_000)
+    parser.add_argument("--tokens", type=int, default=262_144)
     parser.add_argument("--base-tokens", type=int, default=4_000_000)
-    parser.add_argument(
-        "--base-domains", nargs="+", default=["political_speech", "political_theory", "kernel", "programming"]
-    )
+    parser.add_argument("--base-domains", nargs="+", help="domains that the base knows; all if absent")
     parser.add_argument("--characters", type=int, default=5_000_000, help="of each source")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--width", type=int, default=512, help="of an expert")
@@ -383,13 +382,13 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--points", type=int, default=10, help="validation losses along a curve")
     parser.add_argument("--rows", type=int, default=256, help="validation rows of such a point")
-    parser.add_argument("--scratch-rate", type=float, default=3.0, help="factor on all rates from scratch")
+    parser.add_argument("--scratch-rate", type=float, default=10.0, help="factor on all rates from scratch")
     parser.add_argument(
         "--search", type=float, nargs="*", default=[], help="factors on the rates, for example 0.5 1 2"
     )
     parser.add_argument("--threads", type=int, default=1, help="of each training process")
     parser.add_argument("--parallel", type=int, default=1, help="submodels trained at once")
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--arms", nargs="+", default=list(arms("scratch")), choices=list(arms("scratch")))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
@@ -400,9 +399,8 @@ def main() -> None:
     for seed in args.seeds:
         for name in names:
             found[name][seed] = run_arm(args, name, seed, factors[name])
-        if "DisCo, everything trained, averaged" in names:
-            whole = "DisCo, everything trained, averaged"
-            config = experiment(args, whole, ARMS[whole], seed, factors[whole], args.tokens)
+        if AVERAGED_ARM in names:
+            config = experiment(args, AVERAGED_ARM, seed, factors[AVERAGED_ARM], args.tokens)
             found.setdefault(ENSEMBLE, {})[seed] = ensemble(config)
     artifacts.write_json(
         args.out / f"{args.setting}.json", {"arguments": vars(args), "factors": factors, "arms": found}

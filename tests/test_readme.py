@@ -36,6 +36,7 @@ def playground(tmp_path):
     (tmp_path / "configs" / "plans").mkdir(parents=True)
     for name in ("quickstart", "eight_domains", "plans/paper_qwen_c4"):
         raw = tiny_experiment(tmp_path, name=Path(name).name, runs="runs", seed_phase={"tokens": 0})
+        raw["baselines"] = []  # of the pipeline's own tests
         raw["model"]["config"]["num_experts"] = 4
         raw["train"] |= {"tokens": 2048}
         raw["finetune"] |= {"tokens": 512, "router_tokens": 0}
