@@ -168,7 +168,9 @@ class Train(Optimizer):
         "phase and fine-tuning follow it unless they are set",
     )
     mode: Literal["full", "expert", "bcd"] = Field(
-        "full", description="expert: the shared part is frozen; bcd: full, with optimizer: bcd"
+        "full",
+        description="expert: the shared part is frozen; bcd: full, with optimizer: bcd; absent = expert where a "
+        "checkpoint is continued",
     )
 
     @model_validator(mode="before")
@@ -216,7 +218,9 @@ class Merge(Section):
 
 
 class Finetune(Optimizer):
-    tokens: Tokens = Field(0, description="positions; 0 = off; absent = half of train.tokens")
+    tokens: Tokens = Field(
+        0, description="positions; 0 = off; absent = half of train.tokens from scratch, a quarter from a checkpoint"
+    )
     router_tokens: Tokens = Field(0, description="positions of router-only training first")
     experts: Literal["replicated", "autoep", "fsep"] = Field(
         "replicated",
@@ -300,7 +304,7 @@ class Experiment(Section):
     @model_validator(mode="before")
     @classmethod
     def _follow_the_dial(cls, raw: Any) -> Any:
-        """Fill in the budgets that follow train.tokens."""
+        """Fill in the budgets that follow train.tokens, and the mode (benchmarks/disco.py says what it brings)."""
         if not isinstance(raw, dict):
             return raw
         sections = {name: raw.get(name) or {} for name in ("model", "seed_phase", "train", "finetune")}
@@ -309,9 +313,10 @@ class Experiment(Section):
             return raw
         scratch = sections["model"].get("source") is None
         extends = sections["model"].get("extend") is not None
-        if extends:
+        if extends or not scratch and sections["train"].get("optimizer") != "bcd":
             raw = raw | {"train": {"mode": "expert"} | sections["train"]}
-        for name, tokens in (("seed_phase", dial if scratch else 0), ("finetune", 0 if extends else dial // 2)):
+        tune = 0 if extends else dial // (2 if scratch else 4)
+        for name, tokens in (("seed_phase", dial if scratch else 0), ("finetune", tune)):
             raw = raw | {name: {"tokens": tokens} | sections[name]}
         return raw
 

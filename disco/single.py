@@ -45,7 +45,10 @@ def load(path: Path, overrides: list[str]) -> Experiment:
     for name in given:
         if name not in SECTIONS:
             raise ConfigError(f"{path}: unknown key {name} where one model is trained: {closest(name, SECTIONS)}")
-    config = Experiment.load(path, overrides)
+    train = raw.get("train") if isinstance(raw, dict) else None
+    said = isinstance(train, dict) and "mode" in train
+    whole = [] if said else ["train.mode=full"]  # what the pipeline would leave frozen is trained here
+    config = Experiment.load(path, [*whole, *overrides])
     if config.train.mode == "expert":
         raise ConfigError("train.mode is 'expert' but one whole model is trained: set train.mode=full or bcd")
     if config.model.upcycle is not None:

@@ -137,8 +137,19 @@ def test_train_tokens_is_the_one_dial():
     assert budgets() == (1_000_000, 1_000_000, 500_000)
     assert budgets(train={"tokens": 80}) == (80, 80, 40)
     assert budgets(train={"tokens": 80}, seed_phase={"tokens": 0}, finetune={"tokens": 7}) == (0, 80, 7)
-    assert budgets(train={"tokens": 80}, model={"source": "folder"}) == (0, 80, 40)
+    assert budgets(train={"tokens": 80}, model={"source": "folder"}) == (0, 80, 20)
     assert budgets(train={"tokens": None}) == (0, None, 0)
+
+
+def test_experts_alone_are_trained_where_a_checkpoint_is_continued():
+    def mode(**raw):
+        return Experiment.parse(SMALL | raw).train.mode
+
+    source = {"model": {"source": "folder"}}
+    assert mode() == "full"
+    assert mode(**source) == mode(**source, train={"tokens": 80}) == "expert"
+    assert mode(**source, train={"mode": "full"}) == "full"
+    assert mode(**source, train={"optimizer": "bcd"}) == "bcd"
 
 
 def test_batches_divide_into_micro_batches_and_processes():
