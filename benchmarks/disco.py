@@ -203,9 +203,8 @@ def share_stages(config: Experiment, others: list[Path]) -> None:
 
 
 def run_arm(args: argparse.Namespace, name: str, seed: int, factor: float = 1.0, tokens: int | None = None) -> dict:
-    """Make what of the arm is missing, and measure it; a measured arm is read back."""
+    """Make what of the arm is missing, and measure it."""
     config = experiment(args, name, seed, factor, tokens or args.tokens)
-    said = config.folder / "measured.json"
     last = {JOINT_ARM: JOINT, SMALL_JOINT_ARM: JOINT, SEED_ARM: "start"}.get(name, "finetune")
     if name == SEED_ARM:  # the seed phase has all the tokens and ends like the last stage
         phase = config.seed_phase.model_copy(
@@ -215,7 +214,6 @@ def run_arm(args: argparse.Namespace, name: str, seed: int, factor: float = 1.0,
     share_stages(config, [other for other in Path(config.runs).iterdir()] if Path(config.runs).exists() else [])
     pipeline.run(config, until=[last, "cluster"], say=lambda text: None)
     found = measure(config, last)
-    artifacts.write_json(said, found)
     print(f"{config.folder}: cross-entropy {found['cross_entropy']:.4f}, {found['flops']:.3g} FLOPs", flush=True)
     return found
 
@@ -386,6 +384,7 @@ def main() -> None:
     parser.add_argument(
         "--search", type=float, nargs="*", default=[], help="factors on the rates, for example 0.5 1 2"
     )
+    parser.add_argument("--factor", action="append", default=[], metavar="ARM=F", help="in place of a search")
     parser.add_argument("--threads", type=int, default=1, help="of each training process")
     parser.add_argument("--parallel", type=int, default=1, help="submodels trained at once")
     parser.add_argument("--arms", nargs="+", default=list(arms("scratch")), choices=list(arms("scratch")))
@@ -394,7 +393,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     halves(args.texts, args.out / "texts", args.characters, args.base_domains)
     names = [JOINT_ARM, *(name for name in args.arms if name != JOINT_ARM)]
-    factors = {name: search(args, name) if args.search else 1.0 for name in names}
+    given = {name: float(factor) for name, _, factor in (item.rpartition("=") for item in args.factor)}
+    if unknown := sorted(set(given) - set(arms(args.setting))):
+        parser.error(f"--factor: there is no arm '{unknown[0]}'")
+    factors = {name: given.get(name) or (search(args, name) if args.search else 1.0) for name in names}
     found: dict[str, dict[int, dict]] = {name: {} for name in names}
     for seed in args.seeds:
         for name in names:
