@@ -48,7 +48,6 @@ from launch.ledger import append, phase_of, read
 PASSAGE = 1500  # characters
 JOINT_ARM, SMALL_JOINT_ARM, SEED_ARM = "joint", "joint, batch of 2", "seed model alone"
 RECIPE, AVERAGED_ARM, ENSEMBLE = "DisCo", "DisCo, everything trained, averaged", "c-BTM, nearest submodel"
-WIDTH = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
 
 
 class Arm(NamedTuple):
@@ -141,12 +140,21 @@ def raw(args: argparse.Namespace, part: str, name: str, seed: int) -> dict[str, 
     }
 
 
+def shape(args: argparse.Namespace) -> dict[str, int]:
+    """What dense and MoE models have in common."""
+    return {
+        "hidden_size": args.hidden,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": args.width,
+    }
+
+
 def base(args: argparse.Namespace) -> Path:
     """The dense model that the setting `continued` goes on from."""
     found = raw(args, "base", "base", 0)
-    found["model"] = {
-        "config": {"model_type": "qwen2", **WIDTH, "intermediate_size": args.width, "tie_word_embeddings": True}
-    }
+    found["model"] = {"config": {"model_type": "qwen2", **shape(args), "tie_word_embeddings": True}}
     found["train"] = {"tokens": args.base_tokens, "batch_size": 16, "learning_rate": 3e-3, "warmup": 0.05}
     config = Experiment.parse(found)
     single.run(config)
@@ -164,9 +172,8 @@ def experiment(args: argparse.Namespace, name: str, seed: int, factor: float, to
         found["seed_phase"] = {"model": "submodel"}
     else:
         found["model"] = {"config": {
-            "model_type": "qwen2_moe", **WIDTH, "num_experts": args.experts, "num_experts_per_tok": 2,
-            "moe_intermediate_size": args.width, "shared_expert_intermediate_size": 128,
-            "intermediate_size": args.width,
+            "model_type": "qwen2_moe", **shape(args), "num_experts": args.experts, "num_experts_per_tok": 2,
+            "moe_intermediate_size": args.width, "shared_expert_intermediate_size": args.hidden,
             "norm_topk_prob": True, "tie_word_embeddings": True,
         }}  # fmt: skip
     for section, share in zip(("seed_phase", "train", "finetune"), arm.shares, strict=True):
@@ -370,13 +377,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--setting", choices=("continued", "scratch"), default="continued")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--tokens", type=int, default=262_144)
-    parser.add_argument("--base-tokens", type=int, default=4_000_000)
+    parser.add_argument("--tokens", type=int, default=524_288)
+    parser.add_argument("--base-tokens", type=int, default=6_000_000)
     parser.add_argument("--base-domains", nargs="+", help="domains that the base knows; all if absent")
     parser.add_argument("--characters", type=int, default=5_000_000, help="of each source")
     parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--width", type=int, default=512, help="of an expert")
-    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--width", type=int, default=256, help="of an expert")
+    parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--points", type=int, default=10, help="validation losses along a curve")
     parser.add_argument("--rows", type=int, default=256, help="validation rows of such a point")
