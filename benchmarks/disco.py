@@ -163,11 +163,11 @@ def base(args: argparse.Namespace) -> Path:
 
 def experiment(args: argparse.Namespace, name: str, seed: int, factor: float, tokens: int) -> Experiment:
     arm = arms(args.setting)[name]
-    found = raw(args, "adapt", f"{args.setting}-{seed}/{name}", seed)
-    found["name"] = name.replace(" ", "_").replace("%", "percent").replace(",", "").replace("'", "")
+    slug = name.replace(" ", "_").replace("%", "percent").replace(",", "").replace("'", "")
+    found = raw(args, "adapt", slug, seed)
     found["runs"] = str(args.out / f"{args.setting}-{seed}-{tokens}-{factor:g}")
     if args.setting == "continued":
-        found["model"] = {"source": str(base(args).resolve()), "upcycle": {"experts": args.experts, "top_k": 2}}
+        found["model"] = {"source": str(args.base.resolve()), "upcycle": {"experts": args.experts, "top_k": 2}}
         found["corpus"]["tokenizer"] = {"kind": "model"}
         found["seed_phase"] = {"model": "submodel"}
     else:
@@ -240,14 +240,12 @@ def measure(config: Experiment, last: str) -> dict[str, Any]:
     laid = {"joint": curves[JOINT]} if last == JOINT else path(curves)
     used = total(laid)
     end = list(laid.values())[-1].validated()
-    price = {phase_of(row): row["price_per_hour"] for row in read(config.folder / "ledger.jsonl")}
     return {
         "cross_entropy": seen.entry["cross_entropy"],
         "by_domain": {domain: part["cross_entropy"] for domain, part in seen.entry["by_source"].items()},
         "experts": None if seen.routing is None else seen.routing["counts"],
         "specialisation": None if seen.routing is None else float(np.mean(seen.routing["specialisation"])),
         **used._asdict(),
-        "price": price.get(last),
         "curve": {field: getattr(end, field).tolist() for field in (*Used._fields, "validation")},
         "parts": {part: curve.used()._asdict() for part, curve in laid.items()},
         "state_bytes": state_bytes(config, last if last == JOINT else None),
@@ -291,7 +289,7 @@ def ensemble(config: Experiment) -> dict[str, Any]:
     }
 
 
-def against(found: dict[str, Any], joint: dict[str, Any], priced: float) -> dict[str, float | None]:
+def against(found: dict[str, Any], joint: dict[str, Any]) -> dict[str, float | None]:
     """What the arm had used at joint's final loss, and in all, relative to joint's whole cost."""
     result: dict[str, float | None] = {name: found[name] / joint[name] for name in ("flops", "seconds")}
     result["dollars"] = found["dollars"] / joint["dollars"]
@@ -326,7 +324,7 @@ def table(args: argparse.Namespace, found: dict[str, dict[int, dict]], factors: 
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
     joint = found[JOINT_ARM]
     for name, runs in found.items():
-        parts = [against(run, joint[seed], run["dollars"]) for seed, run in runs.items()]
+        parts = [against(run, joint[seed]) for seed, run in runs.items()]
 
         def mean(key: str, parts=parts) -> str:
             values = [part[key] for part in parts]
@@ -401,6 +399,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
     halves(args.texts, args.out / "texts", args.characters, args.base_domains)
+    args.base = base(args) if args.setting == "continued" else None
     names = [JOINT_ARM, *(name for name in args.arms if name != JOINT_ARM)]
     given = {name: float(factor) for name, _, factor in (item.rpartition("=") for item in args.factor)}
     if unknown := sorted(set(given) - set(arms(args.setting))):
