@@ -4,7 +4,7 @@ import pytest
 
 from disco.artifacts import SCRATCH
 from disco.config import BlockDescent, Optimizer
-from disco.job import Job, Price
+from disco.job import Job, JobError, Price, run_job
 
 PRICE = Price(priced_as="rtx4090", dollars_per_hour=0.36, source="a test", as_of="2026-01-01")
 
@@ -46,3 +46,14 @@ def make_job(tmp_path, tiny_model, toy_rows):
         return job, out
 
     return make
+
+
+def stop_at_checkpoint(job, out, step: int) -> None:
+    """Run the job until its checkpoint of `step`, the second, cannot be written; the next run can write it."""
+    blocked = out / SCRATCH / "checkpoints" / f"step-{step:08d}.partial"
+    blocked.parent.mkdir()
+    blocked.write_text("a file where a folder is wanted")
+    with pytest.raises(JobError):
+        run_job(job, threads=1)
+    assert [path.name for path in blocked.parent.glob("step-*[0-9]")] == [f"step-{step // 2:08d}"]
+    blocked.unlink()

@@ -14,6 +14,7 @@ from disco.experts import check_experts, slots_of, topology_of
 from disco.job import JobError, run_job
 from disco.stages import joint_section
 from launch.ledger import read
+from tests.disco.conftest import stop_at_checkpoint
 from tests.disco.tiny_models import tiny_config
 
 TINY = {"rtol": 1e-3, "atol": 1e-4}  # Adam divides by gradients near zero
@@ -95,13 +96,7 @@ def test_a_stopped_stage_goes_on(make_job, toy_rows, processes, again):
     whole, expected = make_job("whole", **section, job_keys=keys)
     run_job(whole, threads=1)
     job, out = make_job("stopped", **section, job_keys=keys)
-    blocked = out / SCRATCH / "checkpoints" / "step-00000004.partial"
-    blocked.parent.mkdir()
-    blocked.write_text("in the way")
-    with pytest.raises(JobError):
-        run_job(job, threads=1)
-    assert [path.name for path in blocked.parent.glob("step-*[0-9]")] == ["step-00000002"]
-    blocked.unlink()
+    stop_at_checkpoint(job, out, 4)
     section = job.section.model_copy(update={"processes": again})
     run_job(job.model_copy(update={"section": section}), threads=1)
     if again == processes:
