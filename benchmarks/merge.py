@@ -48,7 +48,8 @@ def random_model(folder: Path, config, seed: int) -> None:
     """A checkpoint of random bf16 weights: one drawn block, read from another place for every tensor."""
     import torch
 
-    from disco.checkpoint import Output, as_bytes, expected, write_model
+    from disco.checkpoint import expected, write_model
+    from disco.tensor_files import Output, as_bytes
 
     block = torch.randn(1 << 23, generator=torch.Generator().manual_seed(seed)) * 0.02
     data = bytes(as_bytes(block.bfloat16()))
@@ -79,11 +80,12 @@ def step(name: str, root: Path, experts: int, layers: int) -> dict:
     """Run one step; returns bytes moved, seconds of it and of a copy of as many bytes, and peak memory."""
     import torch
 
-    from disco.checkpoint import identity, weight_files
+    from disco.checkpoint import identity
     from disco.family import with_experts
     from disco.merge import merge
     from disco.model_section import Upcycle
     from disco.split import split, write_submodel_note
+    from disco.tensor_files import weight_files
     from disco.upcycle import upcycle
 
     full, subs, out = root / "full", [root / f"sub{e}" for e in range(experts)], root / name
@@ -128,7 +130,7 @@ def step(name: str, root: Path, experts: int, layers: int) -> dict:
 
 def copy(sources: list[Path], root: Path, read: int, written: int) -> float:
     """Seconds for reading and writing as many bytes, a megabyte at a time."""
-    from disco.checkpoint import weight_files
+    from disco.tensor_files import weight_files
 
     paths = [path for folder in sources for path in weight_files(folder)]
     target = root / "copied"

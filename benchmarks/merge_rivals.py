@@ -51,7 +51,8 @@ def as_mistral(single: Path, out: Path) -> Path:
     """A Mixtral of one expert as the dense model that it is."""
     from transformers import MistralConfig
 
-    from disco.checkpoint import Checkpoint, Output, copy_side_files, write_model
+    from disco.checkpoint import Checkpoint, copy_side_files, write_model
+    from disco.tensor_files import Output
 
     source = Checkpoint.open(single)
     kept = {key: value for key, value in source.config.to_dict().items() if key in MistralConfig().to_dict()}
@@ -74,8 +75,9 @@ def large(root: Path, width: int, layers: int) -> None:
     """Random Mixtrals of one expert that share all but the expert."""
     from transformers import MixtralConfig
 
-    from disco.checkpoint import Checkpoint, Output, identity, write_model
+    from disco.checkpoint import Checkpoint, identity, write_model
     from disco.split import write_submodel_note
+    from disco.tensor_files import Output
 
     config = MixtralConfig(
         vocab_size=32000,

@@ -28,6 +28,11 @@ class ArtifactError(ValueError):
     """A stage folder that is missing, damaged or made from something else."""
 
 
+def first_line(error: Exception) -> str:
+    """What an error of another library says, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def fingerprint(value: Any) -> str:
     """SHA-256 of a JSON-able value, independent of key order."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from disco.checkpoint import FLOATS, as_bytes, as_tensor
 from disco.config import ConfigError
+from disco.tensor_files import FLOATS, as_bytes, as_tensor
 
 DENSITY = 0.2
 SCALE = {"task_arithmetic": 0.4, "ties": 1.0}

@@ -21,7 +21,7 @@ from threadpoolctl import threadpool_limits
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from disco.artifacts import ArtifactError, write_json
-from disco.checkpoint import FLOATS, Checkpoint, Output, Stored, as_bytes, copy_side_files, seeded, write_model
+from disco.checkpoint import Checkpoint, copy_side_files, write_model
 from disco.config import ConfigError
 from disco.engine import load_model
 from disco.family import moe_blocks, num_experts, top_k, with_experts
@@ -29,6 +29,7 @@ from disco.merge import Submodel, finite, open_submodels
 from disco.packing import Rows
 from disco.router import ITERATIONS, REPORT, choose
 from disco.routing import RouterCounts
+from disco.tensor_files import FLOATS, Output, Stored, as_bytes, seeded
 
 NOTE = "extend.json"
 BATCH = 64  # rows drawn at once

@@ -14,18 +14,8 @@ import torch
 from transformers import LlamaConfig, MixtralConfig
 
 from disco.artifacts import ArtifactError, read_json
-from disco.checkpoint import (
-    FLOATS,
-    ROTARY,
-    Output,
-    Stored,
-    as_bytes,
-    as_tensor,
-    copy_side_files,
-    seeded,
-    stored_tensors,
-    write_model,
-)
+from disco.checkpoint import ROTARY, copy_side_files, write_model
+from disco.tensor_files import FLOATS, Output, Stored, as_bytes, as_tensor, seeded, stored_tensors
 
 EXPERT = re.compile(
     r"^(?P<layer>model\.layers\.\d+)\.mlp\.calculator\.experts\.weight_(?P<part>gate|up|down)\.(?P<expert>\d+)$"

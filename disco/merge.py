@@ -14,23 +14,12 @@ import torch
 from transformers import PretrainedConfig
 
 from disco.artifacts import ArtifactError, write_json
-from disco.checkpoint import (
-    FLOATS,
-    Checkpoint,
-    Output,
-    Stored,
-    as_bytes,
-    as_tensor,
-    copy_side_files,
-    identity,
-    seeded,
-    tokenizer_identity,
-    write_model,
-)
+from disco.checkpoint import Checkpoint, copy_side_files, identity, tokenizer_identity, write_model
 from disco.combine import SCALE, Shared, task_arithmetic, threshold, ties
 from disco.config import ConfigError
 from disco.family import family_of, num_experts, renormalizes, top_k, with_experts
 from disco.split import SubmodelNote, read_submodel_note
+from disco.tensor_files import FLOATS, Output, Stored, as_bytes, as_tensor, seeded
 
 # What a config says besides the architecture; a difference here does not make another model.
 INCIDENTAL = (

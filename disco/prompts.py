@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from disco.checkpoint import FLOATS, Checkpoint
+from disco.checkpoint import Checkpoint
 from disco.config import ConfigError
 from disco.engine import load_model
 from disco.packing import Rows
+from disco.tensor_files import FLOATS
 
 METHODS = ("hidden", "cheap_embed")
 BATCH = 8

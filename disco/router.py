@@ -31,10 +31,11 @@ from transformers import AutoModelForCausalLM
 
 from disco import prompts
 from disco.artifacts import ArtifactError, write_json
-from disco.checkpoint import FLOATS, Checkpoint
+from disco.checkpoint import Checkpoint
 from disco.config import ConfigError
 from disco.family import moe_blocks, num_experts
 from disco.packing import Rows
+from disco.tensor_files import FLOATS
 
 REPORT = "router.json"
 HELD_OUT = 0.2

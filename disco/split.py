@@ -12,17 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from disco.artifacts import ArtifactError, read_json, write_json
-from disco.checkpoint import (
-    Checkpoint,
-    Output,
-    Stored,
-    copy_side_files,
-    identity,
-    tokenizer_identity,
-    write_model,
-)
+from disco.checkpoint import Checkpoint, copy_side_files, identity, tokenizer_identity, write_model
 from disco.config import ConfigError
 from disco.family import STAND_INS, as_submodel, num_experts
+from disco.tensor_files import Output, Stored
 
 NOTE = "submodel.json"
 NEVER = -1e4  # correction of a stand-in's score, which is between 0 and 1: it is never chosen

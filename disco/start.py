@@ -10,19 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from disco.checkpoint import (
-    NAME_OF,
-    Checkpoint,
-    Output,
-    as_bytes,
-    copy_side_files,
-    expected,
-    load_config,
-    write_model,
-)
+from disco.artifacts import first_line
+from disco.checkpoint import Checkpoint, copy_side_files, expected, load_config, write_model
 from disco.config import ConfigError, Experiment
 from disco.family import DENSE, FAMILIES, layout_of, num_experts, routed_like, top_k, with_experts
 from disco.split import NOTE, split
+from disco.tensor_files import NAME_OF, Output, as_bytes
 from disco.upcycle import identical_experts, upcycle, upcycled_config
 
 if TYPE_CHECKING:
@@ -204,9 +197,8 @@ def locate(source: str, revision: str | None = None) -> Path:
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=HUB_FILES))
     except Exception as error:  # network, authentication, unknown name: the hub has many kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"model.source is '{source}': no such folder, and the hub did not give it: {reason}"
+            f"model.source is '{source}': no such folder, and the hub did not give it: {first_line(error)}"
         ) from None
 
 

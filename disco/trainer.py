@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from disco.artifacts import SCRATCH
+from disco.artifacts import SCRATCH, first_line
 from disco.config import Optimizer
 from disco.engine import make_engine, start_process_group
 from disco.experts import Replicated, way_of, whole_names
@@ -239,9 +239,9 @@ def writing_to(folder: Path, phase: str):
         yield
     except (OSError, RuntimeError) as error:
         free = shutil.disk_usage(folder.parent).free
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TrainingError(
-            f"{phase}: the model could not be written to {folder} ({free / 1e6:,.0f} MB free there): {reason}: "
+            f"{phase}: the model could not be written to {folder} ({free / 1e6:,.0f} MB free there): "
+            f"{first_line(error)}: "
             "free some space and run again; what was written before is kept"
         ) from error
 

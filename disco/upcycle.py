@@ -25,22 +25,11 @@ import torch
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from disco.checkpoint import (
-    BYTES_OF,
-    CHUNK_BYTES,
-    NAME_OF,
-    Checkpoint,
-    Output,
-    Stored,
-    as_bytes,
-    as_tensor,
-    copy_side_files,
-    seeded,
-    write_model,
-)
+from disco.checkpoint import Checkpoint, copy_side_files, write_model
 from disco.config import ConfigError
 from disco.family import FAMILIES, Family, with_experts
 from disco.model_section import Upcycle
+from disco.tensor_files import BYTES_OF, CHUNK_BYTES, NAME_OF, Output, Stored, as_bytes, as_tensor, seeded
 
 FEED_FORWARD = re.compile(r"^(?P<layer>.*layers\.\d+)\.mlp\.(?P<part>gate|up|down)_proj\.weight$")
 DROP = 0.5

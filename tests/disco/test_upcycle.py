@@ -5,11 +5,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from disco import pipeline
-from disco.checkpoint import Checkpoint, Output, write_weights
+from disco.checkpoint import Checkpoint
 from disco.config import ConfigError, Experiment
 from disco.family import family_of, moe_blocks, num_experts, renormalizes, top_k
 from disco.model_section import Upcycle
 from disco.start import described_model, model_config
+from disco.tensor_files import Output, write_weights
 from disco.upcycle import TARGETS, upcycle, upcycled_config
 from tests.disco.tiny_experiment import corpus, tiny_experiment
 from tests.disco.tiny_models import COMMON, filled, load, same_bits, save
