@@ -41,8 +41,9 @@ from disco.config import Experiment
 from disco.corpus import Corpus
 from disco.curves import JOINT, Curve, Used, path, reach, read_curves, total
 from disco.engine import load_model
-from disco.packing import Rows, pack
+from disco.packing import Rows
 from disco.stages import clusters, stages
+from disco.train import rows_of
 from launch.ledger import append, phase_of, read
 
 PASSAGE = 1500  # characters
@@ -227,8 +228,7 @@ def run_arm(args: argparse.Namespace, name: str, seed: int, factor: float = 1.0,
 
 def validation(config: Experiment) -> tuple[Rows, Any]:
     split = Corpus.open(config.folder / "prepare").split("validation")
-    rows = pack(split, np.arange(len(split)), config.corpus.sequence_length, config.corpus.packing, config.seed)
-    return rows, split
+    return rows_of(config, split), split
 
 
 def measure(config: Experiment, last: str) -> dict[str, Any]:

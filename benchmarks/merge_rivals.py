@@ -174,11 +174,10 @@ def cross_entropy(folder: Path, config) -> float:
     from disco.corpus import Corpus
     from disco.engine import load_model
     from disco.evaluate import losses
-    from disco.train import _pack
+    from disco.train import rows_of
 
-    corpus = Corpus.open(config.folder / "prepare")
-    rows = _pack(config, corpus, None, "validation")
-    sums, labels = losses(load_model(folder, "float32", "eager"), rows, 16, len(corpus.split("validation")))
+    split = Corpus.open(config.folder / "prepare").split("validation")
+    sums, labels = losses(load_model(folder, "float32", "eager"), rows_of(config, split), 16, len(split))
     return float(sums.sum() / labels.sum())
 
 

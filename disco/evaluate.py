@@ -19,8 +19,9 @@ from disco.config import ConfigError, Experiment, Task
 from disco.corpus import Corpus, Split
 from disco.engine import load_model
 from disco.loss import token_losses
-from disco.packing import Rows, pack
+from disco.packing import Rows
 from disco.routing import RouterCounts, summary
+from disco.train import rows_of
 
 RESULTS = "results.json"
 
@@ -162,9 +163,7 @@ def evaluate(
     split = corpus.split("validation")
     clusters_D = assignments(run / "cluster", "validation")
     clusters = 1 + int(assignments(run / "cluster", "train").max())
-    everything = pack(
-        split, np.arange(len(split)), config.corpus.sequence_length, config.corpus.packing, config.seed
-    )
+    everything = rows_of(config, split)
     rows = everything.take(np.arange(min(len(everything), section.max_rows or len(everything))))
     named = models(run, clusters, stages)
     results: dict[str, Any] = {

@@ -11,23 +11,22 @@ Shapes: N positions, O old experts, n new ones, H hidden, B rows, S positions of
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from scipy.optimize import minimize, minimize_scalar
 from scipy.special import log_softmax, logsumexp
 from threadpoolctl import threadpool_limits
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from disco.artifacts import ArtifactError, write_json
 from disco.checkpoint import Checkpoint, copy_side_files, write_model
 from disco.config import ConfigError
 from disco.engine import load_model
-from disco.family import moe_blocks, num_experts, top_k, with_experts
+from disco.family import num_experts, top_k, with_experts
 from disco.merge import Submodel, finite, open_submodels
 from disco.packing import Rows
-from disco.router import ITERATIONS, REPORT, choose
+from disco.router import ITERATIONS, REPORT, Fit, Probe, choose, fit_front_to_back
 from disco.routing import RouterCounts
 from disco.tensor_files import FLOATS, Output, Stored, as_bytes, seeded
 
@@ -153,17 +152,17 @@ def fit_new_rows(
     first = len(probe.cluster)
     place_BS = first + np.arange(known_BS.numel()).reshape(known_BS.shape)
     positions_BS = torch.arange(known_BS.shape[1]).expand(known_BS.shape)
-    batch = _Batch(
-        torch.cat([probe.inputs["input_ids"], known_BS]),
-        torch.cat([probe.inputs["position_ids"], positions_BS]),
+    seen = Probe(
+        {
+            "input_ids": torch.cat([probe.inputs["input_ids"], known_BS]),
+            "position_ids": torch.cat([probe.inputs["position_ids"], positions_BS]),
+        },
         np.concatenate([probe.fitted_N, place_BS[~held_B].ravel()]),
         np.concatenate([probe.held_out_N, place_BS[held_B].ravel()]),
         np.concatenate([probe.cluster, np.full(known_BS.numel(), new)]),
     )
-    model = AutoModelForCausalLM.from_pretrained(extended, dtype="auto", experts_implementation="eager")
-    model.requires_grad_(False).eval().to("cuda" if torch.cuda.is_available() else "cpu")
-    layers = _front_to_back(model, batch, new, FITS[method], l2)
-    for key, tensor in model.state_dict().items():
+    tensors, layers = fit_front_to_back(extended, seen, fit_rows(new, SOLVERS[method], l2), kept=new)
+    for key, tensor in tensors.items():
         role = checkpoint.family.role(key)
         if role.kind == "router" and tensor.dim() == 2:
             stored = checkpoint.tensors[role.template]
@@ -171,7 +170,7 @@ def fit_new_rows(
                 stored.row(row).write(tensor[row : row + 1].to("cpu", FLOATS[stored.dtype]))
     report = {
         "method": method,
-        "positions": len(batch.fitted_N) + len(batch.held_out_N),
+        "positions": len(seen.fitted_N) + len(seen.held_out_N),
         "chance": 1 / (new + 1),
         "old_text": "files" if old_text else "drawn",
         "layers": layers,
@@ -180,56 +179,29 @@ def fit_new_rows(
     return report
 
 
-class _Batch(NamedTuple):
-    """Rows of the new domains and of old text [B, S]; `class_N` is the new expert of each position, n = old."""
+def fit_rows(new: int, solve, l2: float) -> Fit:
+    """Rows for the last `new` experts of a router, beside the others' as they are; class `new` is old text."""
 
-    ids_BS: torch.Tensor
-    positions_BS: torch.Tensor
-    fitted_N: np.ndarray
-    held_out_N: np.ndarray
-    class_N: np.ndarray
+    def fit(router: torch.nn.Module, features_NH: np.ndarray, class_N: np.ndarray):
+        weight_EH = router.weight.cpu().double().numpy()
+        bias_E = getattr(router, "bias", None)  # of logits; corrections of the choice have another name
+        bias_E = np.zeros(len(weight_EH)) if bias_E is None else bias_E.cpu().double().numpy()
+        old = len(weight_EH) - new
+        mean_H, known_N = weight_EH[:old].mean(0), features_NH @ weight_EH[:old].T + bias_E[:old]
+        # What a class has to be likelier than: logits relative to those of the rows that new ones begin from.
+        offset_N = logsumexp(known_N, axis=1) - features_NH @ mean_H
+        offset_N -= bias_E[-1]
+        added_nH = solve(features_NH, class_N, offset_N, new, float(old), l2)
+        router.weight[old:] = torch.from_numpy(mean_H + added_nH)
+        kept_EH = router.weight.cpu().double().numpy()
 
+        def choice(x_NH: np.ndarray) -> np.ndarray:
+            first_N = (x_NH @ kept_EH.T + bias_E).argmax(1) - old
+            return np.where(first_N < 0, new, first_N)
 
-@torch.no_grad()
-def _front_to_back(model: torch.nn.Module, batch: _Batch, new: int, fit, l2: float) -> list[dict]:
-    layers: list[dict] = []
+        return choice
 
-    def hook(layer: int):
-        def arrived(router: torch.nn.Module, args: tuple) -> None:
-            captured = args[0].reshape(-1, args[0].shape[-1]).cpu()
-            features_NH = captured[batch.fitted_N].double().numpy()
-            if not np.isfinite(features_NH).all():
-                raise ArtifactError(f"extended model: the router input of layer {layer} is not finite")
-            weight_EH = router.weight.cpu().double().numpy()
-            bias_E = getattr(router, "bias", None)  # of logits; corrections of the choice have another name
-            bias_E = np.zeros(len(weight_EH)) if bias_E is None else bias_E.cpu().double().numpy()
-            old = len(weight_EH) - new
-            mean_H, known_N = weight_EH[:old].mean(0), features_NH @ weight_EH[:old].T + bias_E[:old]
-            class_N = batch.class_N[batch.fitted_N]
-            # What a class has to be likelier than: logits relative to those of the rows that new ones begin from.
-            offset_N = logsumexp(known_N, axis=1) - features_NH @ mean_H
-            offset_N -= bias_E[-1]
-            added_nH = fit(features_NH, class_N, offset_N, new, float(old), l2)
-            router.weight[old:] = torch.from_numpy(mean_H + added_nH)
-            kept_EH = router.weight.cpu().double().numpy()
-            row: dict = {"layer": layer}
-            for name, chosen_N in (("accuracy", batch.fitted_N), ("held_out_accuracy", batch.held_out_N)):
-                first_N = (captured[chosen_N].double().numpy() @ kept_EH.T + bias_E).argmax(1) - old
-                right_N = np.where(first_N < 0, new, first_N) == batch.class_N[chosen_N]
-                row[name] = float(right_N.mean()) if len(right_N) else None
-                if name == "held_out_accuracy":
-                    of_old = batch.class_N[chosen_N] == new
-                    row["kept"] = float(right_N[of_old].mean()) if of_old.any() else None
-            layers.append(row)
-
-        return arrived
-
-    handles = [block.router.register_forward_pre_hook(hook(block.layer)) for block in moe_blocks(model)]
-    ids_BS, positions_BS = batch.ids_BS.to(model.device), batch.positions_BS.to(model.device)
-    model.base_model(input_ids=ids_BS, position_ids=positions_BS, attention_mask=None, use_cache=False)
-    for handle in handles:
-        handle.remove()
-    return layers
+    return fit
 
 
 def _likelihood(
@@ -282,7 +254,7 @@ def fit_centroid(
     return direction_nH * np.exp(minimize_scalar(loss, bounds=(-12, 6), method="bounded").x)
 
 
-FITS = {"probe": fit_probe, "centroid": fit_centroid}
+SOLVERS = {"probe": fit_probe, "centroid": fit_centroid}
 
 
 @torch.no_grad()

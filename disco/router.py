@@ -95,10 +95,8 @@ def initialise_router(
         write_json(merged / REPORT, report)
         return report
     probe = choose(rows, tokens, seed)
-    model = AutoModelForCausalLM.from_pretrained(merged, dtype="auto", experts_implementation="eager")
-    model.requires_grad_(False).eval().to("cuda" if torch.cuda.is_available() else "cpu")
-    layers = fit_front_to_back(model, probe, cluster_E, FITS[method], l2)
-    for key, tensor in model.state_dict().items():
+    tensors, layers = fit_front_to_back(merged, probe, fit_rows(cluster_E, SOLVERS[method], l2))
+    for key, tensor in tensors.items():
         role = checkpoint.family.role(key)
         if role.kind == "router":
             stored = checkpoint.tensors[role.template]
@@ -157,40 +155,44 @@ def _held_out(document_N: np.ndarray, generator: np.random.Generator) -> np.ndar
     return np.array(chosen, dtype=document_N.dtype)
 
 
-Fit = Callable[[np.ndarray, np.ndarray, int, float], np.ndarray]
+Solve = Callable[[np.ndarray, np.ndarray, int, float], np.ndarray]
+Fit = Callable[[torch.nn.Module, np.ndarray, np.ndarray], Callable[[np.ndarray], np.ndarray]]
 
 
 @torch.no_grad()
-def fit_front_to_back(
-    model: torch.nn.Module, probe: Probe, cluster_E: np.ndarray, fit: Fit, l2: float
-) -> list[dict]:
-    """Fit every router of `model`, each on what it sees behind the fitted ones. Returns a row a layer.
+def fit_front_to_back(folder: Path, probe: Probe, fit: Fit, kept: int | None = None) -> tuple[dict, list[dict]]:
+    """Fit every router of the model in `folder`, each on what it sees behind the fitted ones.
 
-    cluster_E: the cluster of each expert.
+    fit: given a router, features [N, H] float64 that arrived at it and their clusters [N], writes the router and
+        returns what tells the cluster [N] whose expert it then chooses first for features [N, H].
+    kept: a cluster whose share among held-out positions is reported too.
+
+    Returns the model's tensors, and a row a layer: the share of right choices among fitted and held-out positions.
     """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", experts_implementation="eager")
+    model.requires_grad_(False).eval().to("cuda" if torch.cuda.is_available() else "cpu")
     layers: list[dict] = []
+
+    def share(right_N: np.ndarray) -> float | None:
+        return float(right_N.mean()) if len(right_N) else None
 
     def hook(layer: int):
         def arrived(router: torch.nn.Module, args: tuple) -> None:
             captured = args[0].reshape(-1, args[0].shape[-1]).cpu()
-            features_NH = captured[probe.fitted_N].double().numpy()
-            if not np.isfinite(features_NH).all():
-                raise ArtifactError(f"merged model: the router input of layer {layer} is not finite")
-            weight_KH = fit(features_NH, probe.cluster[probe.fitted_N], 1 + cluster_E[-1], l2)
-            own_EH = router.weight.cpu().double().numpy()
-            for cluster in range(len(weight_KH)):
-                own_EH[cluster_E == cluster] -= own_EH[cluster_E == cluster].mean(0)
-            router.weight.copy_(torch.from_numpy(weight_KH[cluster_E] + own_EH))
-            for name, tensor in router.state_dict().items():
-                if name != "weight":  # biases, of logits or of the choice
-                    tensor.zero_()
-            kept_EH = router.weight.cpu().double().numpy()
-            row = {"layer": layer}
-            for name, chosen_N in (("accuracy", probe.fitted_N), ("held_out_accuracy", probe.held_out_N)):
-                logits_NE = captured[chosen_N].double().numpy() @ kept_EH.T
-                right = cluster_E[logits_NE.argmax(1)] == probe.cluster[chosen_N]
-                row[name] = float(right.mean()) if len(right) else None
-            layers.append(row)
+            fitted_NH, held_NH = (
+                captured[chosen].double().numpy() for chosen in (probe.fitted_N, probe.held_out_N)
+            )
+            if not np.isfinite(fitted_NH).all():
+                raise ArtifactError(f"{folder}: the router input of layer {layer} is not finite")
+            fitted_N, held_N = probe.cluster[probe.fitted_N], probe.cluster[probe.held_out_N]
+            choice = fit(router, fitted_NH, fitted_N)
+            right_N = choice(captured[probe.held_out_N].double().numpy()) == held_N
+            row = {
+                "layer": layer,
+                "accuracy": share(choice(fitted_NH) == fitted_N),
+                "held_out_accuracy": share(right_N),
+            }
+            layers.append(row if kept is None else row | {"kept": share(right_N[held_N == kept])})
 
         return arrived
 
@@ -199,7 +201,25 @@ def fit_front_to_back(
     model.base_model(**inputs, attention_mask=None, use_cache=False)
     for handle in handles:
         handle.remove()
-    return layers
+    return model.state_dict(), layers
+
+
+def fit_rows(cluster_E: np.ndarray, solve: Solve, l2: float) -> Fit:
+    """A row for each expert, that of its cluster. cluster_E: the cluster of each expert."""
+
+    def fit(router: torch.nn.Module, features_NH: np.ndarray, cluster_N: np.ndarray):
+        weight_KH = solve(features_NH, cluster_N, 1 + cluster_E[-1], l2)
+        own_EH = router.weight.cpu().double().numpy()
+        for cluster in range(len(weight_KH)):
+            own_EH[cluster_E == cluster] -= own_EH[cluster_E == cluster].mean(0)
+        router.weight.copy_(torch.from_numpy(weight_KH[cluster_E] + own_EH))
+        for name, tensor in router.state_dict().items():
+            if name != "weight":  # biases, of logits or of the choice
+                tensor.zero_()
+        kept_EH = router.weight.cpu().double().numpy()
+        return lambda x_NH: cluster_E[(x_NH @ kept_EH.T).argmax(1)]
+
+    return fit
 
 
 def fit_probe(features_NH: np.ndarray, cluster_N: np.ndarray, experts: int, l2: float) -> np.ndarray:
@@ -239,5 +259,5 @@ def fit_centroid(features_NH: np.ndarray, cluster_N: np.ndarray, experts: int, l
     return direction_EH * np.exp(minimize_scalar(loss, bounds=(-12, 6), method="bounded").x)
 
 
-FITS: dict[str, Fit] = {"probe": fit_probe, "centroid": fit_centroid}
-METHODS = (*FITS, *prompts.METHODS)  # that give routers rows of their own
+SOLVERS: dict[str, Solve] = {"probe": fit_probe, "centroid": fit_centroid}
+METHODS = (*SOLVERS, *prompts.METHODS)  # that give routers rows of their own

@@ -13,7 +13,7 @@ from disco import billing
 from disco.artifacts import SCRATCH
 from disco.checkpoint import copy_side_files, load_config
 from disco.config import ConfigError, Experiment, Finetune, Optimizer
-from disco.corpus import Corpus
+from disco.corpus import Corpus, Split
 from disco.descent import with_stay
 from disco.job import Job, Price, run_job
 from disco.packing import Rows, pack
@@ -37,22 +37,22 @@ def consume(rows: Rows, count: int, seed: int) -> Rows:
     return rows.take(np.concatenate(epochs)[:count])
 
 
-def _pack(config: Experiment, corpus: Corpus, documents: np.ndarray | None, split: str = "train") -> Rows:
-    part = corpus.split(split)
+def rows_of(config: Experiment, part: Split, documents: np.ndarray | None = None) -> Rows:
+    """The documents (all if None) of one split, packed as section `corpus` says."""
     documents = np.arange(len(part)) if documents is None else documents
     return pack(part, documents, config.corpus.sequence_length, config.corpus.packing, config.seed)
 
 
 def mixed_rows(config: Experiment, corpus: Corpus, section: Optimizer, positions: int, salt: int) -> Rows:
     """Rows of the whole corpus, for the seed phase (salt 1), router tuning (2) and fine-tuning (3)."""
-    rows = _pack(config, corpus, None)
+    rows = rows_of(config, corpus.split("train"))
     count = budget(positions, len(rows), section, config.corpus.sequence_length)
     return consume(rows, count, config.seed * 10 + salt)
 
 
 def submodel_rows(config: Experiment, corpus: Corpus, labels: np.ndarray, submodel: int) -> Rows:
     """Rows of one cluster; `train.tokens` is shared among clusters by their tokens."""
-    rows = _pack(config, corpus, np.flatnonzero(labels == submodel))
+    rows = rows_of(config, corpus.split("train"), np.flatnonzero(labels == submodel))
     positions = config.train.tokens
     if positions is not None:
         tokens = np.bincount(labels, weights=corpus.split("train").tokens, minlength=submodel + 1)
@@ -78,7 +78,7 @@ def joint_rows(config: Experiment, corpus: Corpus, labels: np.ndarray, experts: 
 
 def curve_rows(config: Experiment, corpus: Corpus) -> Rows:
     """The validation rows of the points on loss curves: the same in every stage."""
-    rows = _pack(config, corpus, None, "validation")
+    rows = rows_of(config, corpus.split("validation"))
     return rows.take(np.arange(min(len(rows), config.evaluate.curve_rows)))
 
 
