@@ -7,7 +7,7 @@ import typer
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(train)
+    app.command(context_settings={"ignore_unknown_options": True})(train)  # for --train.tokens=1000
 
 
 def train(

@@ -20,7 +20,7 @@ app = typer.Typer(
 )
 console = Console(soft_wrap=True, highlight=False)
 
-# wandb agent and others write overrides as --train.tokens=200000.
+# wandb agent and others write overrides as --train.tokens=200000, or --train.tokens 200000.
 DASHED = {"ignore_unknown_options": True}
 ConfigPath = Annotated[Path, typer.Argument(help="experiment file (YAML), or a run folder")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="overrides such as train.tokens=200000")]
@@ -177,7 +177,7 @@ def cluster(
     _say(f"written: {stages.write_feature_part(experiment, shard, _say)}")
 
 
-@app.command()
+@app.command(context_settings=DASHED)
 def train(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -203,7 +203,7 @@ def train(
         pipeline.run(experiment, until=f"baselines/{baseline}/train" if baseline else "train", say=_say)
 
 
-@app.command("pack")
+@app.command("pack", context_settings=DASHED)
 def pack_command(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -232,7 +232,7 @@ def collect(
         _say(pack.collect(experiment, result))
 
 
-@app.command()
+@app.command(context_settings=DASHED)
 def launch(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -270,7 +270,7 @@ def plan(
     """Say before a run what fits, how long it takes and what it costs, against the other ways. Runs nothing."""
     from disco import compare, hindsight, plan_page
     from disco.artifacts import write_json
-    from disco.plan import trainings
+    from disco.workloads import trainings
 
     experiment = _load(config, overrides)
     wide = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 170)

@@ -19,6 +19,7 @@ from disco.block_descent import BlockDescent
 from disco.expert_sharding import ExpertSharding
 from disco.launching import Launch
 from disco.model_section import Model
+from disco.overrides import apply
 from disco.schema import BelowOne, ConfigError, Positive, Section, Share, Tokens
 
 
@@ -344,7 +345,8 @@ class Experiment(Section):
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] = ()) -> "Experiment":
-        """Read a YAML experiment and apply `section.key=value` overrides (values are YAML).
+        """Read a YAML experiment and apply `section.key=value` overrides (values are YAML); `--section.key=value`
+        and the two words `--section.key value` say the same.
 
         Raises ConfigError, naming the value, its place and the remedy.
         """
@@ -357,8 +359,7 @@ class Experiment(Section):
             raise ConfigError(f"{path}: cannot be read as YAML: {error}") from None
         if not isinstance(raw, dict):
             raise ConfigError(f"{path}: holds no mapping of sections (name, model, corpus, ...)")
-        for override in overrides:
-            _override(raw, override)
+        apply(raw, overrides)
         return cls.parse(raw, where=str(path))
 
     @classmethod
@@ -381,38 +382,6 @@ def closest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean '{close[0]}'?" if close else f"known are {', '.join(known)}"
-
-
-def _override(raw: dict, text: str) -> None:
-    key, equals, value = text.removeprefix("--").partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override '{text}' is not of the form section.key=value, and no option either")
-    *parents, last = key.split(".")
-    here: Any = raw
-    for step, parent in enumerate(parents):
-        if isinstance(here, list):
-            here = _item(here, parent, key)
-            continue
-        if here.get(parent) is None:
-            here[parent] = {}
-        here = here[parent]
-        if not isinstance(here, (dict, list)):
-            raise ConfigError(f"override '{text}': {'.'.join(parents[: step + 1])} is a value, not a section")
-    try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override '{text}': the value is not YAML: {error}") from None
-    if isinstance(here, list):
-        _item(here, last, key)
-        here[int(last)] = parsed
-    else:
-        here[last] = parsed
-
-
-def _item(items: list, index: str, key: str):
-    if not index.isdigit() or int(index) >= len(items):
-        raise ConfigError(f"override '{key}': '{index}' is not a position in a list of {len(items)}")
-    return items[int(index)]
 
 
 def _explain(problem: dict, where: str) -> str:

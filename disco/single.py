@@ -21,6 +21,7 @@ from disco.corpus import Corpus, prepare
 from disco.descent import blocks_of, with_stay
 from disco.engine import load_model
 from disco.family import DENSE, FAMILIES
+from disco.overrides import joined
 from disco.packing import pack
 from disco.sources import check_sources
 from disco.stages import Stage, dump, source_files, training
@@ -41,6 +42,7 @@ def load(path: Path, overrides: list[str]) -> Experiment:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from None
+    overrides = [*joined(overrides)]
     given = [*(raw if isinstance(raw, dict) else ()), *(text.split(".")[0].split("=")[0] for text in overrides)]
     for name in given:
         if name not in SECTIONS:
