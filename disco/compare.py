@@ -9,7 +9,8 @@ from pathlib import Path
 import yaml
 
 from disco.config import ConfigError, Experiment, closest
-from disco.plan import Planner, Training, like
+from disco.plan import Planner
+from disco.workload import Training, like
 from launch.estimate import break_even, cards_held, makespan
 from launch.hardware import Device
 
@@ -122,7 +123,7 @@ def joint_training(config: Experiment, own: list[Training]) -> Training:
     section = config.finetune.model_copy(update=config.joint.model_dump(exclude_none=True))
     model = next((item.model for item in own if item.name.startswith("finetune")), None)
     if model is None:
-        from disco.plan import planned_model
+        from disco.workloads import planned_model
 
         model = planned_model(config)
     rows, labels = sum(item.rows for item in own), sum(item.labels for item in own)

@@ -10,7 +10,8 @@ from rich.table import Table
 
 from disco.artifacts import ArtifactError
 from disco.config import Experiment
-from disco.plan import Planner, trainings
+from disco.plan import Planner
+from disco.workloads import trainings
 from launch.ledger import phase_of, read, wasted_shares
 
 

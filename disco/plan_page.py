@@ -10,7 +10,9 @@ from rich.table import Table
 from disco.compare import Way, ways
 from disco.config import ConfigError, Experiment
 from disco.family import num_experts
-from disco.plan import Forecast, Planner, Training, planned_model, submodel_models, together, trainings, weights_of
+from disco.plan import Forecast, Planner
+from disco.workload import Training, weights_of
+from disco.workloads import planned_model, submodel_models, together, trainings
 from launch.estimate import cards_held, makespan, transfer_seconds
 from launch.spot import spot
 

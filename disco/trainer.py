@@ -11,7 +11,6 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +25,9 @@ from disco.family import set_trainable
 from disco.job import Job
 from disco.loads import Loads
 from disco.loss import CausalLoss
+from disco.operations import step_flops, update_flops
 from disco.packing import IGNORED, Rows
 from disco.record import LEDGER_SECONDS, Recorder
-from launch.flops import training_flops
 
 
 class TrainingError(RuntimeError):
@@ -135,29 +134,6 @@ def trained_names(model) -> frozenset[str]:
 def expanded_names(engine) -> frozenset[str]:
     """Names of the parameters that bcd's expansion updates at this update."""
     return frozenset(name.removeprefix("model.") for name in getattr(engine, "expanded", ()))
-
-
-def update_flops(
-    flops_of: Callable, trained: frozenset[str], above: frozenset[str], labels: np.ndarray, section: Optimizer
-) -> int:
-    """Operations of an update over rows of so many `labels`; `above` has gradients in the last micro-batch."""
-    last = len(labels)
-    parts = np.array_split(labels, section.accumulation * section.processes)
-    if above:
-        last = sum(map(len, parts[: -section.processes]))
-    total = 0
-    for names, part in ((trained, labels[:last]), (trained | above, labels[last:])):
-        per_row, per_label = flops_of(names)
-        total += len(part) * per_row + int(part.sum()) * per_label
-    return total
-
-
-def step_flops(config, length: int, section: Optimizer, trained: frozenset[str]) -> tuple[int, int]:
-    """Operations of training a row of `length` positions without its labels, and of each label."""
-    flops_of = functools.partial(
-        training_flops, config, length, trainable=trained, activation_checkpointing=section.activation_checkpointing
-    )
-    return flops_of(labels=0), flops_of(labels=1) - flops_of(labels=0)
 
 
 def learning_rate(step: int, steps: int, section: Optimizer) -> float:

@@ -341,6 +341,8 @@ def test_submodels_and_tuning_by_blocks(tmp_path):
     subprocess.run(command, cwd=away, check=True)
     assert "taken from" in pack.collect(config, away / "tiny-submodel-1.result.tar")
     pipeline.run(config, say=lambda text: None)
+    for row in hindsight.compare(config, config.folder):
+        assert (row.predicted.tokens, row.predicted.flops) == (row.measured.tokens, row.measured.flops), row.name
     assert set(pipeline.status(config).values()) == {pipeline.FRESH}
     begin, end = (load_file(config.folder / name / "model.safetensors") for name in ("split/1", "train/1"))
     assert not any(torch.equal(begin[name], end[name]) for name in begin)
@@ -349,6 +351,25 @@ def test_submodels_and_tuning_by_blocks(tmp_path):
     changed = config.model_copy(update={"bcd": config.bcd.model_copy(update={"order": "shuffled"})})
     states = pipeline.status(changed)
     assert states["train/0"] == pipeline.STALE and states["cluster"] == pipeline.FRESH
+
+
+@pytest.mark.slow
+def test_a_plan_beside_a_run_by_blocks_with_expansion_agrees(tmp_path):
+    """Micro-batches of one row too, and joint training, whose rows are all those of the others."""
+    corpus(tmp_path / "corpus")
+    changed = {
+        "seed_phase": {"tokens": 0},
+        "train": {"mode": "bcd", "micro_batch_size": 2},
+        "bcd": {"order": "ends", "expansion": {}, "steps_per_block": 1},
+        "finetune": {"optimizer": "bcd", "router_tokens": 0, "tokens": 2048, "micro_batch_size": 1},
+        "baselines": ["joint"],
+    }
+    config = Experiment.load(write(tmp_path, **changed))
+    pipeline.run(config, until=["finetune", "baselines/joint"], say=lambda text: None)
+    found = hindsight.compare(config, config.folder)
+    assert [row.name for row in found] == ["train/0", "train/1", "finetune", "baselines/joint"]
+    for row in found:
+        assert (row.predicted.tokens, row.predicted.flops) == (row.measured.tokens, row.measured.flops), row.name
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ from disco.cli import app
 from disco.compare import BCD, EXPERT, FULL, JOINT, JOINT_BCD, read_hours, ways
 from disco.config import ConfigError, Experiment
 from disco.family import FAMILIES
-from disco.plan import Memory, Planner, like, planned_model, together, trainings, weights_of
+from disco.plan import Memory, Planner
 from disco.plan_page import plan, show
+from disco.workload import like, weights_of
+from disco.workloads import planned_model, together, trainings
 from launch.flops import training_flops
 from launch.ledger import append
 from tests.disco.tiny_experiment import tiny_experiment, write
