@@ -199,3 +199,17 @@ def routing(counts_LKE: np.ndarray, layers: Sequence[int]) -> bytes:
         bar = figure.colorbar(image, ax=axes, fraction=0.03, aspect=30)
         bar.ax.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1, decimals=0))
         return _svg(figure)
+
+
+def balance(steps: Sequence[int], lines: Mapping[str, np.ndarray]) -> bytes:
+    """Imbalances over updates, 1 being none."""
+    with matplotlib.rc_context(RC):
+        figure = Figure(figsize=(7.5, 2.8), layout="constrained")
+        ax = figure.add_subplot()
+        for (name, values), colour in zip(lines.items(), ("#08519c", "#bdbdbd"), strict=False):
+            ax.plot(steps, values, label=name, color=colour, marker="." if len(steps) < 50 else None)
+        ax.axhline(1, color="#8a8a94", linewidth=0.8)
+        ax.set_xlabel("update")
+        ax.set_ylabel("busiest over mean")
+        ax.legend()
+        return _svg(figure)

@@ -7,6 +7,7 @@ from disco.card import write_card
 from disco.config import Experiment
 from disco.findings import Run, gather, headline
 from disco.page import Block, Code, Heading, Picture, to_html, to_markdown
+from disco.sharing import sharing
 
 PICTURES = "pictures"
 
@@ -35,7 +36,7 @@ def blocks(run: Run) -> list[Block]:
     content += [Heading("Loss along the way"), *sections.progress(run)]
     content += [Heading("What it cost"), *sections.cost(run)]
     content += [Heading("Clusters"), *sections.clusters(run)]
-    content += [Heading("Routing"), *sections.routing(run)]
+    content += [Heading("Routing"), *sections.routing(run), *sharing(run)]
     if run.results.get("tasks"):
         content += [Heading("Tasks"), *sections.tasks(run)]
     content += [Heading("How to get this again"), *sections.provenance(run)]
