@@ -98,11 +98,10 @@ def stage_folder(
     """
     partial = partial_of(folder)
     key = stage_key(inputs, section, seed)
-    note = partial / MADE_FROM
-    if partial.exists() and not (keep_partial and note.exists() and note.read_text().strip() == key):
+    if partial.exists() and not (keep_partial and made_from(partial, key)):
         shutil.rmtree(partial)
     partial.mkdir(parents=True, exist_ok=True)
-    note.write_text(key)
+    remake_from(partial, key)
     started = time.time()
     yield partial
     files = {
@@ -125,6 +124,19 @@ def stage_folder(
     }
     write_json(partial / MANIFEST, manifest)
     finish(folder, key)
+
+
+def made_from(partial: Path, key: str) -> bool:
+    """Whether an unfinished stage folder was begun from `key`."""
+    note = partial / MADE_FROM
+    return note.exists() and note.read_text().strip() == key
+
+
+def remake_from(partial: Path, key: str) -> None:
+    """Note that an unfinished stage folder is made from `key`."""
+    note = partial / f"{MADE_FROM}.partial"
+    note.write_text(key)
+    os.replace(note, partial / MADE_FROM)
 
 
 def finish(folder: Path, key: str) -> bool:

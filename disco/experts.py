@@ -41,6 +41,9 @@ class Replicated:
 
     def save(self, engine, folder: Path, tag: str, client: dict) -> None:
         """Write a checkpoint `folder/tag` from which training resumes, whole or not at all; a collective call."""
+        if for_any_processes(self.job):
+            fsep.save_checkpoint(engine, folder, tag, client)
+            return
         engine.save_checkpoint(str(folder), tag=f"{tag}.partial", client_state=client, save_latest=False)
         dist.barrier()
         if dist.get_rank() == 0:
@@ -48,6 +51,8 @@ class Replicated:
 
     def resume(self, engine, folder: Path, tag: str) -> dict | None:
         """Load a checkpoint; its client state, None where it cannot be loaded."""
+        if is_for_any_processes(folder / tag):
+            return fsep.load_checkpoint(engine, folder, tag)[1]
         loaded, client = engine.load_checkpoint(str(folder), tag=tag)
         return None if loaded is None else client
 
@@ -105,12 +110,6 @@ class Sharded(Replicated):
         )
         return fsep.load_pretrained(model, self.job.model).train()
 
-    def save(self, engine, folder: Path, tag: str, client: dict) -> None:
-        fsep.save_checkpoint(engine, folder, tag, client)
-
-    def resume(self, engine, folder: Path, tag: str) -> dict | None:
-        return fsep.load_checkpoint(engine, folder, tag)[1]
-
     def figures(self, engine, counts_LE: Tensor | None) -> dict:
         layers = fsep.stats(engine)
         names = ("imbalance", "expert_imbalance", "inter_node_fraction", "route_ms")
@@ -122,6 +121,20 @@ class Sharded(Replicated):
     def close(self) -> None:
         if isinstance(self._planner, fsep.Planner):
             self._planner.close()
+
+
+def for_any_processes(job: Job) -> bool:
+    """Whether the job's checkpoints can go on with another number of processes: fsep's can, which take every state
+    as intervals in one coordinate space. Not so those of bcd, of ZeRO 3 and of autoep, a file a process.
+
+    What is restored is exact; the steps after it are so to rounding, since gradients are summed in another order.
+    """
+    return job.bcd is None and job.section.zero_stage < 3 and job.shared_as != "autoep"
+
+
+def is_for_any_processes(checkpoint: Path) -> bool:
+    """Whether a checkpoint was written so."""
+    return (checkpoint / "manifest.json").exists()
 
 
 def whole_names(name: str) -> list[str]:

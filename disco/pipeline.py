@@ -1,6 +1,7 @@
 """Run a graph of stages: what is fresh stays, what is stale or missing is made, nothing else."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
@@ -10,10 +11,11 @@ from disco import artifacts
 from disco.artifacts import ArtifactError
 from disco.billing import billed
 from disco.check import check
-from disco.config import ConfigError, Experiment, Joint, closest
+from disco.config import ConfigError, Experiment, closest
+from disco.experts import is_for_any_processes
 from disco.job import JOB, stop_jobs
 from disco.running import making, running
-from disco.stages import NEUTRAL, Stage, stages
+from disco.stages import Stage, stages
 from disco.train import price_of
 
 FRESH, STALE, MISSING, STARTED, WAITING, DAMAGED = "fresh", "stale", "missing", "started", "waiting", "damaged"
@@ -85,7 +87,7 @@ def make_stale(config: Experiment, todo: list[Stage], again: set[str], say: Call
         batch = [stage for stage in batch if not _fresh(config, stage, stage.name in again, say)]
         for stage in batch:
             if stage.trains and stage.name not in again:
-                _refuse_other_processes(config, stage)
+                _suit_processes(config, stage, say)
         _make_all(config, batch, say)
 
 
@@ -113,30 +115,39 @@ def run_submodel(config: Experiment, name: str, *, say: Callable[[str], None] = 
         artifacts.lock(config.folder, name=f"launch/running/{name}.lock"),
     ):
         if not _fresh(config, stage, False, say):
-            _refuse_other_processes(config, stage)
+            _suit_processes(config, stage, say)
             _make(config, stage, say)
 
 
-def _refuse_other_processes(config: Experiment, stage: Stage) -> None:
-    """Raise ArtifactError where only the number of processes keeps a half-trained stage from going on.
+def _suit_processes(config: Experiment, stage: Stage, say: Callable[[str], None]) -> None:
+    """Let a half-trained stage go on where only the number of its processes has changed.
 
-    DeepSpeed writes a shard of the optimizer for each process, and reads them back into as many.
+    Raises ArtifactError where its checkpoint is for the number that wrote it.
     """
     partial = artifacts.partial_of(config.folder / stage.name)
     job = partial / artifacts.SCRATCH / JOB
-    if not job.exists() or not any((job.parent / "checkpoints").glob("step-*[0-9]")):
+    checkpoints = sorted((job.parent / "checkpoints").glob("step-*[0-9]"))
+    if not job.exists() or not checkpoints:
         return
     [name] = trained_here([stage])
     before, now = artifacts.read_json(job)["section"], getattr(config, name)
-    if before["processes"] == now.processes:
+    shares = {key: before[key] for key in ("processes", "micro_batch_size")}
+    section = stage.section | shares
+    if stage.name == "baselines/joint":  # which is trained as fine-tuning is
+        section = stage.section | {key: stage.section[key] | shares for key in ("finetune", "joint")}
+    key_of = functools.partial(artifacts.stage_key, expected_inputs(config, stage), seed=config.seed)
+    if before["processes"] == now.processes or not artifacts.made_from(partial, key_of(section)):
         return
-    other = {"processes", "micro_batch_size", *NEUTRAL, *(Joint.model_fields if "joint" in stage.name else ())}
-    same = set(before) - other
-    if {key: before[key] for key in same} == now.model_dump(mode="json", include=same):
-        raise ArtifactError(
-            f"{partial} has a checkpoint of {before['processes']} processes, {name}.processes is {now.processes}: "
-            f"it goes on with {name}.processes={before['processes']} only; --force {stage.name} begins anew"
+    if is_for_any_processes(checkpoints[-1]):
+        artifacts.remake_from(partial, key_of(stage.section))
+        return say(
+            f"{stage.name}: goes on with {now.processes} processes from a checkpoint of {before['processes']}"
         )
+    raise ArtifactError(
+        f"{partial} has a checkpoint of {before['processes']} processes, {name}.processes is {now.processes}: "
+        "checkpoints of bcd, of ZeRO 3 and of autoep are a file a process: "
+        f"it goes on with {name}.processes={before['processes']} only; --force {stage.name} begins anew"
+    )
 
 
 def _make_all(config: Experiment, batch: list[Stage], say: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run with sharded experts that can be resumed exactly at any number of ranks.
+"""Checkpoints, of a run with sharded experts or without, that can be resumed exactly at any number of ranks.
 
 Every state (weight, fp32 master, optimizer moments) of every parameter is written as intervals in one coordinate
 space (``fsep.state``); a rank that loads reads the intersections with what it holds now, and no more.
@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fsep.experts import ShardedExperts
 from fsep.files import PARTIAL, Reader, WriteError, Writer, first_rank_says, replace_text
-from fsep.sharding import sharded_layers
 from fsep.space import Interval
 from fsep.state import State
 
@@ -40,7 +40,7 @@ def save_checkpoint(
         The folder of the checkpoint.
 
     Raises:
-        ValueError: in the middle of a gradient accumulation, fp16, no sharded experts.
+        ValueError: in the middle of a gradient accumulation, fp16, ZeRO stage 3.
         WriteError: the disk is full.
     """
     accumulation = engine.gradient_accumulation_steps()
@@ -108,8 +108,9 @@ def load_checkpoint(engine, folder: str | os.PathLike, tag: str | None = None) -
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     if engine.lr_scheduler is not None and loaded["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(loaded["lr_scheduler"])
-    for layer in sharded_layers(engine.module):
-        layer.loaded = True
+    for module in engine.module.modules():
+        if isinstance(module, ShardedExperts):
+            module.loaded = True
     return path, loaded["client_state"]
 
 

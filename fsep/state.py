@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsep.experts import ShardedExperts
-from fsep.sharding import sharded_layers
 from fsep.space import Interval
 
 WEIGHT, MASTER = "weight", "master"
@@ -41,16 +40,20 @@ class Held(NamedTuple):
 
 
 class State:
-    """The state of a DeepSpeed engine on this rank.
+    """The state of a DeepSpeed engine on this rank, of a model with sharded experts or without.
 
     Raises:
-        ValueError: an optimizer whose state can't be taken apart (fp16, offload or one of DeepSpeed's own kind).
+        ValueError: ZeRO stage 3, or an optimizer whose state can't be taken apart (fp16, offload or one of
+            DeepSpeed's own kind).
     """
 
     def __init__(self, engine) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.names = {name: parameter for name, parameter in engine.module.named_parameters()}
-        self._layer_of = {id(layer.shard): layer for layer in sharded_layers(engine.module)}
+        if engine.zero_optimization_stage() > 2:
+            raise ValueError("zero_optimization.stage is 3, which leaves no rank a parameter's place: use 0 to 2")
+        layers = [module for module in engine.module.modules() if isinstance(module, ShardedExperts)]
+        self._layer_of = {id(layer.shard): layer for layer in layers}
         self.held = list(_held(engine, self.names))
         self._trained = {id(held.parameter) for held in self.held} | {
             id(parameter) for parameter in self.names.values() if hasattr(parameter, "_hp_mapping")

@@ -471,15 +471,60 @@ def test_fewer_clusters_than_experts(tmp_path, seeded):
     assert [len(counts[0]), len(counts[0][0])] == [2, 5]
 
 
-def test_a_checkpoint_of_other_processes_is_kept_and_refused(finished, tmp_path):
-    home = finished.model_copy(update={"runs": str(tmp_path / "home")})
+def half_trained(finished: Experiment, runs: Path, **before) -> tuple[Experiment, Path]:
+    """A copy of the run whose fine-tuning was begun with `before` in its section; its partial folder."""
+    home = finished.model_copy(update={"runs": str(runs)})
     shutil.copytree(finished.folder, home.folder)
     partial = home.folder / "finetune.partial"
     (home.folder / "finetune").rename(partial)
     (partial / "manifest.json").unlink()
     (partial / "work" / "checkpoints" / "step-00000004").mkdir(parents=True)
-    section = home.finetune.model_dump(mode="json") | {"processes": 4, "micro_batch_size": 1}
-    artifacts.write_json(partial / "work" / "job.json", {"section": section})
+    stage = stages(home)["finetune"]
+    artifacts.write_json(partial / "work" / "job.json", {"section": stage.section | before})
+    key = artifacts.stage_key(pipeline.expected_inputs(home, stage), stage.section | before, home.seed)
+    artifacts.remake_from(partial, key)
+    return home, partial
+
+
+def test_a_checkpoint_of_other_processes_is_kept_and_refused(finished, tmp_path):
+    home, partial = half_trained(finished, tmp_path / "home", processes=4, micro_batch_size=1)
     with pytest.raises(ArtifactError, match=r"checkpoint of 4 processes, .* is 1: .*--force finetune"):
         pipeline.run(home, until="finetune", say=lambda text: None)
     assert (partial / "work" / "checkpoints" / "step-00000004").exists()
+
+
+@pytest.mark.parametrize("before", [{"processes": 4, "batch_size": 8}, {"processes": 1, "learning_rate": 1.0}])
+def test_what_was_half_trained_from_something_else_begins_anew(finished, tmp_path, before):
+    home, partial = half_trained(finished, tmp_path / "home", micro_batch_size=1, **before)
+    pipeline._suit_processes(home, stages(home)["finetune"], say=pytest.fail)
+    assert not artifacts.made_from(partial, artifacts.stage_key({}, {}, 0))
+
+
+@pytest.mark.slow
+def test_tuning_goes_on_with_another_number_of_processes(tmp_path):
+    """Killed with two processes, ended by one: what two would have made, to rounding."""
+    corpus(tmp_path / "corpus")
+    tune = {"tokens": 12800, "router_tokens": 0, "processes": 2, "zero_stage": 2, "checkpoint_every": 2}
+    path = write(tmp_path, seed_phase={"tokens": 0}, finetune=tune)
+    config = Experiment.load(path)
+    pipeline.run(config, until="merge", say=lambda text: None)
+    shutil.copytree(config.folder, tmp_path / "runs" / "whole")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "disco.cli", "finetune", str(path)], stdout=subprocess.DEVNULL
+    )
+    checkpoints = config.folder / "finetune.partial" / "work" / "checkpoints"
+    while not [*checkpoints.glob("step-*[0-9]")]:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    said = []
+    pipeline.run(Experiment.load(path, ["finetune.processes=1"]), until="finetune", say=said.append)
+    assert "finetune: goes on with 1 processes from a checkpoint of 2" in said
+    rows = [row for row in read(config.folder / "ledger.jsonl") if row["phase"] == "finetune"]
+    again = [row for row in rows if row["attempt"] == 2]
+    assert again[0]["status"] == "startup" and again[0]["step"] > 0 and {row["devices"] for row in again} == {1}
+    pipeline.run(config.model_copy(update={"name": "whole"}), until="finetune", say=lambda text: None)
+    got, expected = (load_file(tmp_path / "runs" / run / "finetune/model.safetensors") for run in ("tiny", "whole"))
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-3, atol=1e-4)
