@@ -3,8 +3,8 @@
     python benchmarks/planner.py TRACE.npz ... [--json FILE]
 
 Traces are .npz files with ``tokens`` [step, layer, micro-batch, device, expert]; without any, made-up loads of the
-same shape stand in, and say so. Times are the least of several repetitions in one thread. Modelled times are for
-A100s with Mixtral-8x7B's expert (see ``Topology``).
+same shape stand in, and say so. Times are processor time, the least of several repetitions, in one thread. Modelled
+times are for A100s with Mixtral-8x7B's expert (see ``Topology``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import time
 from datetime import date
 from pathlib import Path
 
+# benchmarks/fsep.py must not stand in for the package of that name.
+sys.path[:] = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent]
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 
@@ -38,9 +40,9 @@ def best_of(repeats: int, function, *arguments):
     """(the function's result, least milliseconds of ``repeats`` calls)."""
     times = []
     for _ in range(repeats):
-        begin = time.perf_counter()
+        begin = time.process_time()
         result = function(*arguments)
-        times.append(time.perf_counter() - begin)
+        times.append(time.process_time() - begin)
     return result, 1e3 * min(times)
 
 
