@@ -24,7 +24,6 @@ console = Console(soft_wrap=True, highlight=False)
 DASHED = {"ignore_unknown_options": True}
 ConfigPath = Annotated[Path, typer.Argument(help="experiment file (YAML), or a run folder")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="overrides such as train.tokens=200000")]
-Submodel = Annotated[int, typer.Option(min=0, help="which submodel")]
 
 
 def _load(path: Path, overrides: list[str] | None):
@@ -183,20 +182,25 @@ def train(
     overrides: Overrides = None,
     submodel: Annotated[int | None, typer.Option(min=0, help="train only this one")] = None,
     baseline: Annotated[str | None, typer.Option(help="of this baseline's submodels (random_split)")] = None,
+    stage: Annotated[str | None, typer.Option(help="in an unpacked pack of it: finetune, ...")] = None,
 ) -> None:
     """Train the submodels, or one of them: in an unpacked pack, or at home, where others can run beside it."""
     from disco import pack, pipeline, stages
     from disco.config import ConfigError
 
     experiment = _load(config, overrides)
+    if stage is not None and (submodel is not None or baseline is not None):
+        raise ConfigError("--stage goes without --submodel and --baseline")
+    what = submodel if stage is None else stage
     packed = sorted(experiment.folder.glob("packed-*.json"))
-    if packed and (submodel is None or stages.packed_file(experiment.folder, submodel) not in packed):
+    if packed and (what is None or stages.packed_file(experiment.folder, what) not in packed):
         one = packed[0].stem.removeprefix("packed-")
-        raise ConfigError(
-            f"{experiment.folder} is a pack of submodel {one} alone: disco train ... --submodel {one}"
-        )
-    if submodel is not None and stages.packed_file(experiment.folder, submodel).exists():
-        _say(f"carry this file home and `disco collect` it: {pack.train_packed(experiment, submodel)}")
+        option = f"--submodel {one}" if one.isdigit() else f"--stage {one.replace('baselines-', 'baselines/')}"
+        raise ConfigError(f"{experiment.folder} is a pack of one training alone: disco train ... {option}")
+    if packed:
+        _say(f"carry this file home and `disco collect` it: {pack.train_packed(experiment, what)}")
+    elif stage is not None:
+        raise ConfigError(f"--stage {stage} is for an unpacked pack of it: here, disco run ... --until {stage}")
     elif submodel is not None:
         pipeline.run_submodel(experiment, pack.stage_of(experiment, submodel, baseline).name, say=_say)
     else:
@@ -207,16 +211,20 @@ def train(
 def pack_command(
     config: ConfigPath,
     overrides: Overrides = None,
-    submodel: Submodel = ...,
+    submodel: Annotated[int | None, typer.Option(min=0, help="which submodel")] = None,
+    stage: Annotated[str | None, typer.Option(help="or which tuning stage: finetune, ...")] = None,
     out: Annotated[Path, typer.Option(help="folder to write the tar file to")] = Path("."),
 ) -> None:
-    """Write a tar file with all that training one submodel on another machine needs."""
+    """Write a tar file with all that training one submodel, or tuning, on another machine needs."""
     from disco import pack, pipeline
+    from disco.config import ConfigError
 
+    if (submodel is None) == (stage is None):
+        raise ConfigError("give one of --submodel and --stage: what to pack")
+    what = submodel if stage is None else stage
     experiment = _load(config, overrides)
-    for need in pack.stage_of(experiment, submodel).needs:
-        pipeline.run(experiment, until=need, say=_say)
-    _say(f"pack: {pack.pack(experiment, submodel, out)}")
+    pipeline.run(experiment, until=pack.stage_of(experiment, what).needs, say=_say)
+    _say(f"pack: {pack.pack(experiment, what, out)}")
 
 
 @app.command()

@@ -33,6 +33,11 @@ class Host(Section):
 
 class Ssh(Section):
     hosts: list[Host] = []
+    finetune: Host | None = Field(
+        None,
+        description="host that fine-tunes, and trains the joint baseline, on finetune.processes devices; absent = "
+        "this machine",
+    )
     folder: OneLine = Field("disco-runs", description="folder on each host, from its home unless absolute")
     setup: OneLine = Field("", description="shell command before disco, such as: source ~/venv/bin/activate")
     options: list[OneLine] = Field([], description="more options for ssh, such as [-p, '2222']")
@@ -45,6 +50,18 @@ class Ssh(Section):
     @classmethod
     def _short(cls, hosts: Any) -> Any:
         return [{"name": host} if isinstance(host, str) else host for host in hosts or []]
+
+    @field_validator("finetune", mode="before")
+    @classmethod
+    def _name(cls, host: Any) -> Any:
+        return {"name": host} if isinstance(host, str) else host
+
+    @field_validator("finetune")
+    @classmethod
+    def _one_job(cls, host):
+        if host is not None and host.devices is not None:
+            raise ValueError("takes no devices: finetune.processes says how many")
+        return host
 
     @field_validator("hosts")
     @classmethod
@@ -111,6 +128,8 @@ class Launch(Section):
 
     @model_validator(mode="after")
     def _meet(self):
+        if self.nodes > 1 and self.ssh.finetune:
+            raise ValueError("ssh.finetune is one machine: it goes with nodes: 1")
         if self.nodes == 1 and self.node_command:
             raise ValueError("node_command goes with nodes of 2 or more")
         return self

@@ -38,13 +38,18 @@ NEUTRAL = {"log_every", "checkpoint_every"}
 
 @dataclass(frozen=True)
 class Stage:
-    """`make(out)` fills the folder; `section` is the configuration that the result depends on."""
+    """`make(out)` fills the folder; `section` is the configuration that the result depends on.
+
+    What trains begins from the model of the last stage in `needs`; `carries` gives the rows that it trains on and
+    those of its curve, where a pack can take the stage elsewhere.
+    """
 
     name: str
     needs: tuple[str, ...]
     section: Any
     make: Callable[[Path], None]
     trains: bool = False
+    carries: Callable[[], tuple[Rows, Rows]] | None = None
 
     @property
     def submodel(self) -> bool:
@@ -157,14 +162,16 @@ def _disco(config: Experiment, prefix: str, method: str | None) -> Iterator[Stag
     ):
         if not positions:
             continue
+        rows = functools.partial(_tuning_rows, config, section, positions, salt)
         yield Stage(
             f"{prefix}{name}",
             ("prepare", last),
             training(config, section),
             functools.partial(
-                tune_model, config, f"{prefix}{name}", section, run / last, positions, trainable, salt
+                tune_model, config, f"{prefix}{name}", section, run / last, trainable=trainable, rows=rows
             ),
             trains=True,
+            carries=rows,
         )
         last = f"{prefix}{name}"
 
@@ -196,21 +203,25 @@ def _joint(config: Experiment) -> Iterator[Stage]:
         "train": dump(config.train),
         "finetune": training(config, config.finetune),
     }
+    rows = functools.partial(_joint_rows, config)
     yield Stage(
         "baselines/joint",
         ("prepare", "cluster", begin),
         phases | {"joint": training(config, section)},
-        lambda out: run_training(
-            config,
-            out,
-            phase="baselines/joint",
-            section=section,
-            model=run / begin,
-            rows=joint_rows(config, _corpus(config), assignments(run / "cluster", "train"), clusters(config)),
-            validation=curve_rows(config, _corpus(config)),
-        ),
+        functools.partial(tune_model, config, "baselines/joint", section, run / begin, rows=rows),
         trains=True,
+        carries=rows,
     )
+
+
+def _joint_rows(config: Experiment) -> tuple[Rows, Rows]:
+    corpus, labels = _corpus(config), assignments(config.folder / "cluster", "train")
+    return joint_rows(config, corpus, labels, clusters(config)), curve_rows(config, corpus)
+
+
+def _tuning_rows(config: Experiment, section: Finetune, positions: int, salt: int) -> tuple[Rows, Rows]:
+    corpus = _corpus(config)
+    return mixed_rows(config, corpus, section, positions, salt), curve_rows(config, corpus)
 
 
 def joint_section(config: Experiment) -> Optimizer:
@@ -287,8 +298,18 @@ def submodel_input(config: Experiment, prefix: str, submodel: int) -> tuple[Rows
     return submodel_rows(config, _corpus(config), assignments(folder, "train"), submodel), note
 
 
-def packed_file(run: Path, submodel: int) -> Path:
-    return run / f"packed-{submodel}.json"
+def packed_file(run: Path, what: int | str) -> Path:
+    """The note of a pack: of a submodel's number, or a stage's name."""
+    return run / f"packed-{dashed(what)}.json"
+
+
+def packed_rows(run: Path, stage: str) -> tuple[Path, Path]:
+    """Where a pack of a stage keeps the rows to train on and those of the curve."""
+    return run / f"rows-{dashed(stage)}", run / f"curve-{dashed(stage)}"
+
+
+def dashed(what: int | str) -> str:
+    return str(what).replace("/", "-")
 
 
 def begins_from(config: Experiment, submodel: int) -> str:
@@ -300,22 +321,20 @@ def tune_model(
     phase: str,
     section: Finetune,
     begin: Path,
-    positions: int,
-    trainable: str,
-    salt: int,
     out: Path,
+    *,
+    rows: Callable[[], tuple[Rows, Rows]],
+    trainable: str = "all",
 ) -> None:
-    """Train the router, or everything, of the merged model in `begin` on the whole corpus."""
+    """Train the router, or everything, of a whole MoE, in the run or in a pack."""
+    if packed_file(config.folder, phase).exists():
+        found = [Rows.load(folder / "rows.npz") for folder in packed_rows(config.folder, phase)]
+    else:
+        found = rows()
     run_training(
-        config,
-        out,
-        phase=phase,
-        section=section,
-        model=begin,
-        rows=mixed_rows(config, _corpus(config), section, positions, salt),
-        validation=curve_rows(config, _corpus(config)),
+        config, out, phase=phase, section=section, model=begin, rows=found[0], validation=found[1],
         trainable=trainable,
-    )
+    )  # fmt: skip
 
 
 def merge_submodels(config: Experiment, prefix: str, out: Path) -> None:

@@ -21,6 +21,7 @@ from disco.job import PARENT
 from launch.scripts import script
 
 START = "run.sh"
+TRAINING_FAILED = 3  # exit code of disco: another attempt goes on from the last checkpoint
 GRACE_SECONDS = 10.0  # between the request to stop and the end
 
 
@@ -73,11 +74,12 @@ def launch(config: Experiment, steps: list[Step], experiment: Path, console: Con
     """Run the plan here. Raises LaunchError naming what is missing at the end."""
     folder = experiment.parent
     (folder / "logs").mkdir(exist_ok=True)
-    here(steps[0], folder)
+    retries = config.launch.retries
+    here(steps[0], folder, retries)
     train_here(config, steps, folder, console)
     for step in steps:
         if step.needs and not step.stage:
-            here(step, folder)
+            here(step, folder, retries)
 
 
 def train_here(config: Experiment, steps: list[Step], folder: Path, console: Console) -> None:
@@ -113,9 +115,12 @@ def complain(ended: list[Progress], on: str) -> None:
         )
 
 
-def here(step: Step, folder: Path) -> None:
-    """Run a step's script on this machine, its output on ours."""
-    code = execute(folder / f"{step.name}.sh", {}, None, threading.Event())
+def here(step: Step, folder: Path, retries: int = 0) -> None:
+    """Run a step's script on this machine, its output on ours; again from its checkpoint where training failed."""
+    for attempt in range(retries + 1):
+        code = execute(folder / f"{step.name}.sh", {}, None, threading.Event())
+        if code != TRAINING_FAILED or attempt == retries:
+            break
     if code:
         raise LaunchError(
             f"{step.name} ended with exit code {code} (its reason stands above): run the command again"

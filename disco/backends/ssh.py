@@ -1,4 +1,5 @@
-"""Back end `ssh`: submodels travel to other machines as packs and come back as results; the rest runs here.
+"""Back end `ssh`: submodels, and tuning where a host is named for it, travel to other machines as packs and come
+back as results; the rest runs here.
 
 Jobs there are detached: they outlive the connection and the launcher, and the same command finds them again.
 """
@@ -23,9 +24,11 @@ from disco.backends import local
 from disco.backends.crew import Progress, SlotLost, StepError, work_through
 from disco.backends.plan import Step
 from disco.config import ConfigError, Experiment
-from disco.pack import collect, pack, stage_of
+from disco.launching import Host
+from disco.pack import collect, name_of, pack, stage_of
 from disco.pipeline import expected_inputs
 from disco.running import drop_note, write_note
+from disco.stages import dashed, stages
 from launch import ssh
 from launch.scripts import SECRETS, script
 from launch.ssh import Remote, SshError
@@ -59,33 +62,54 @@ def scripts(config: Experiment, steps: list[Step], experiment: Path) -> dict[str
     """As the launcher does it, without its queue and polling: one script a step, each waits for its own end."""
     hosts = itertools.cycle(_hosts(config))
     files, lanes = {}, {host.name: [] for host in config.launch.ssh.hosts}
+    tuner, after = config.launch.ssh.finetune, []
     for step in steps:
         if step.stage and not step.stage.startswith("baselines/"):
             host = next(hosts)
             lanes[host.name].append(f"bash {step.name}.sh")
             files[f"{step.name}.sh"] = _by_hand(config, step, host, experiment)
         elif not step.stage:
+            for part in _away(config, step) if tuner else ():
+                files[f"{part.name}-away.sh"] = _by_hand(config, part, _remote(config, tuner), experiment)
+                after.append(f"bash {part.name}-away.sh")
             files[f"{step.name}.sh"] = local.step_script(step, experiment)
+            after += [f"bash {step.name}.sh"] if step.needs else []
     crowd = [f"({' && '.join(lane)}) & jobs+=($!)" for lane in lanes.values() if lane]
     wait = 'for job in "${jobs[@]}"; do wait "$job"; done'
-    after = [f"bash {step.name}.sh" for step in steps if step.needs and not step.stage]
     lines = ["bash prepare.sh", "jobs=()", *crowd, wait, *after]
     files[START] = script(lines, about="The whole experiment, submodels on their hosts.", folder=experiment.parent)
     return files
 
 
+def _what(step: Step) -> int | str:
+    """What a step trains, as `pack` takes it: a submodel's number, or a stage's name."""
+    return int(step.options[1]) if step.options[0] == "--submodel" else step.options[1]
+
+
+def _away(config: Experiment, step: Step) -> list[Step]:
+    """The trainings of a step that the host for tuning takes over, one after the other."""
+    names = {"finetune": ("finetune_router", "finetune"), "baselines": ("baselines/joint",)}.get(step.name, ())
+    graph = stages(config)
+    about = "Tuning of the whole model."
+    return [
+        Step(name=dashed(name), verb="train", options=("--stage", name), about=about, stage=name)
+        for name in names
+        if name in graph
+    ]
+
+
 def _by_hand(config: Experiment, step: Step, host: Remote, experiment: Path) -> str:
-    submodel, place = step.options[1], place_of(config)
-    name = f"{config.name}-submodel-{submodel}"
+    option, place = shlex.join(step.options), place_of(config)
+    name = name_of(config, _what(step))
     folder, here = f"{place}/{name}", experiment.parent
     reach = shlex.join(["ssh", *ssh.OPTIONS, *host.options])
     copy = f"rsync -s -t --partial -e {shlex.quote(reach)} --"
     setup = config.launch.ssh.setup
     inside = [f"cd -- {shlex.quote(place)}", f"tar -xf {name}.tar", f"cd {name}", *filter(None, [setup])]
-    inside += [f"disco train experiment.yaml --submodel {submodel}"]
+    inside += [f"disco train experiment.yaml {option}"]
     disco = shlex.join(step.command("")[:3])
     lines = [
-        f"{disco} pack {shlex.quote(str(experiment))} --submodel {submodel} --out {shlex.quote(str(here))}",
+        f"{disco} pack {shlex.quote(str(experiment))} {option} --out {shlex.quote(str(here))}",
         f"{reach} -- {host.name} {shlex.quote(f'mkdir -p -- {shlex.quote(place)}')}",
         f"{copy} {shlex.quote(str(here / f'{name}.tar'))} {shlex.quote(f'{host.name}:{place}/')}",
         f"{reach} -- {host.name} {shlex.quote(' && '.join(inside))}",
@@ -98,17 +122,33 @@ def _by_hand(config: Experiment, step: Step, host: Remote, experiment: Path) -> 
     )
 
 
+def _remote(config: Experiment, host: Host) -> Remote:
+    return Remote(host.name, tuple(config.launch.ssh.options))
+
+
 def _hosts(config: Experiment) -> list[Remote]:
-    hosts, options = config.launch.ssh.hosts, tuple(config.launch.ssh.options)
+    hosts = config.launch.ssh.hosts
     if not hosts:
         raise ConfigError("launch.ssh.hosts is empty: name the machines, such as launch.ssh.hosts=[gpu1, me@gpu2]")
-    return [Remote(host.name, options) for host in hosts]
+    return [_remote(config, host) for host in hosts]
 
 
 def slots_of(config: Experiment, needed: int) -> list[Slot]:
     """Ask every host what it has. Raises ConfigError naming all that cannot be used, before any work."""
-    section, processes = config.launch.ssh, config.train.processes
-    hosts = _hosts(config)
+    _hosts(config)
+    return _slots(config, config.launch.ssh.hosts, config.train.processes, needed, "a submodel")
+
+
+def tuner_of(config: Experiment, needed: int) -> list[Slot]:
+    """The same of the host that tunes, if one is named: one slot."""
+    named = config.launch.ssh.finetune
+    if named is None:
+        return []
+    return _slots(config, [named.model_copy(update={"devices": 1})], config.finetune.processes, needed, "tuning")
+
+
+def _slots(config: Experiment, named: list[Host], processes: int, needed: int, what: str) -> list[Slot]:
+    section, hosts = config.launch.ssh, [_remote(config, host) for host in named]
     for program in ("ssh", "rsync"):
         if shutil.which(program) is None:
             raise ConfigError(f"--on ssh: {program} is not on this machine: install it")
@@ -122,7 +162,7 @@ def slots_of(config: Experiment, needed: int) -> list[Slot]:
     with ThreadPoolExecutor(max_workers=min(16, len(hosts))) as pool:
         answers = list(pool.map(ask, hosts))
     problems, slots = [answer for answer in answers if isinstance(answer, str)], []
-    for host, asked, able in zip(section.hosts, hosts, answers, strict=True):
+    for host, asked, able in zip(named, hosts, answers, strict=True):
         if isinstance(able, str):
             continue
         if able.lacks:
@@ -130,7 +170,7 @@ def slots_of(config: Experiment, needed: int) -> list[Slot]:
             problems.append(f"host {host.name}: has no {', no '.join(able.lacks)}: {remedy}")
         if able.free_bytes < needed:
             problems.append(
-                f"host {host.name}: {able.free_bytes / 1e9:.2f} GB free, a submodel needs {needed / 1e9:.2f}: "
+                f"host {host.name}: {able.free_bytes / 1e9:.2f} GB free, {what} needs {needed / 1e9:.2f}: "
                 "free some space there or set launch.ssh.folder"
             )
         devices = host.devices * processes if host.devices else able.gpus
@@ -149,11 +189,21 @@ def launch(config: Experiment, steps: list[Step], experiment: Path, console: Con
     """Carry the plan out. Raises LaunchError naming what is missing at the end."""
     folder = experiment.parent
     slots_of(config, needed=0)  # before hours of preparation
-    local.here(steps[0], folder)
-    slots = slots_of(config, needed=_pack_bytes(config))
-    states = pipeline.status(config)
+    tuner_of(config, needed=0)
+    local.here(steps[0], folder, config.launch.retries)
     own = [step for step in steps if step.stage and not step.stage.startswith("baselines/")]
-    todo = [step for step in own if states[step.stage] != pipeline.FRESH]
+    _train_away(config, own, slots_of(config, needed=_pack_bytes(config, 0)), console)
+    for step in steps:
+        if step.needs and not step.stage:
+            for part in _away(config, step) if config.launch.ssh.finetune else ():
+                _train_away(config, [part], tuner_of(config, needed=_pack_bytes(config, part.stage)), console)
+            local.here(step, folder, config.launch.retries)
+
+
+def _train_away(config: Experiment, steps: list[Step], slots: list[Slot], console: Console) -> None:
+    """Train elsewhere what is not fresh. Raises LaunchError naming what is missing."""
+    states = pipeline.status(config)
+    todo = [step for step in steps if states[step.stage] != pipeline.FRESH]
 
     def make(step: Step, slot: Slot, progress: Progress, stop: threading.Event) -> None:
         try:
@@ -169,32 +219,29 @@ def launch(config: Experiment, steps: list[Step], experiment: Path, console: Con
 
     ended = work_through(todo, slots, make, retries=config.launch.retries, console=console)
     local.complain(ended, "ssh")
-    for step in steps:
-        if step.needs and not step.stage:
-            local.here(step, folder)
 
 
-def _pack_bytes(config: Experiment) -> int:
-    """Space that a submodel takes there: pack, unpacked, checkpoint (three times the weights), model and result."""
-    begin = config.folder / stage_of(config, 0).needs[-1]
+def _pack_bytes(config: Experiment, what: int | str) -> int:
+    """Space that a training takes there: pack, unpacked, checkpoint (three times the weights), model and result."""
+    begin = config.folder / stage_of(config, what).needs[-1]
     return 8 * sum(entry["bytes"] for entry in artifacts.manifest(begin)["files"].values())
 
 
 def _folder(config: Experiment, step: Step) -> str:
-    return f"{place_of(config)}/{config.name}-submodel-{step.options[1]}"
+    return f"{place_of(config)}/{name_of(config, _what(step))}"
 
 
 def _make(config: Experiment, step: Step, slot: Slot, progress: Progress, stop: threading.Event) -> None:
     """Ship, start, watch, and take the result; each only where it is not done yet."""
     host, folder = replace(slot.remote, stop=stop), _folder(config, step)
     watched = f"runs/{config.name}/metrics.jsonl"
-    stage = stage_of(config, int(step.options[1]))
+    stage = stage_of(config, _what(step))
     key = artifacts.stage_key(expected_inputs(config, stage), stage.section, config.seed)
     found = ssh.look(host, folder, watched)
     if found.key != key:
         if found.state == "running":
             raise StepError(
-                f"{host.name}: another form of this submodel runs in {folder}: end it first", again=False
+                f"{host.name}: another form of {step.stage} runs in {folder}: end it first", again=False
             )
         _ship(config, step, slot, host, folder, key)
         found = replace(found, state="absent")
@@ -228,12 +275,12 @@ def _make(config: Experiment, step: Step, slot: Slot, progress: Progress, stop: 
 
 
 def _ship(config: Experiment, step: Step, slot: Slot, host: Remote, folder: str, key: str) -> None:
-    submodel, place = int(step.options[1]), place_of(config)
+    place = place_of(config)
     out = config.folder / "launch" / "packs"
     out.mkdir(exist_ok=True)
-    archive = pack(config, submodel, out)
+    archive = pack(config, _what(step), out)
     quoted = shlex.quote(folder)
-    train = f"disco train experiment.yaml launch.parallel={slot.beside} --submodel {submodel}"
+    train = f"disco train experiment.yaml launch.parallel={slot.beside} {shlex.join(step.options)}"
     try:
         host.run(f"mkdir -p -- {shlex.quote(place)}")
         host.push(archive, f"{place}/{archive.name}")

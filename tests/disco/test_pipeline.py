@@ -220,30 +220,49 @@ def test_the_report_names_both_costs(finished):
     assert (finished.folder / "report" / "report.md").exists()
 
 
-def test_a_packed_submodel_trains_elsewhere_to_the_same_weights(finished, tmp_path):
+@pytest.mark.parametrize(
+    "what, name, stage",
+    [
+        (1, "tiny-submodel-1", "train/1"),
+        pytest.param("finetune_router", "tiny-finetune_router", "finetune_router", marks=pytest.mark.slow),
+        ("finetune", "tiny-finetune", "finetune"),
+        pytest.param("baselines/joint", "tiny-baselines-joint", "baselines/joint", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_packed_trains_elsewhere_to_the_same_weights(finished, tmp_path, what, name, stage):
     """Pack, unpack in another folder, train there with the command line, collect: the very same checkpoint."""
-    archive = pack.pack(finished, 1, tmp_path)
+    archive = pack.pack(finished, what, tmp_path)
     with tarfile.open(archive) as tar:
         tar.extractall(tmp_path, filter="data")
-    away = tmp_path / "tiny-submodel-1"
-    command = [sys.executable, "-m", "disco.cli", "train", "experiment.yaml", "--submodel", "1"]
-    done = subprocess.run(command, cwd=away, capture_output=True, text=True)
+    away, option = tmp_path / name, "--submodel" if isinstance(what, int) else "--stage"
+    command = [sys.executable, "-m", "disco.cli", "train", "experiment.yaml"]
+    wrong = subprocess.run([*command, "--submodel", "0"], cwd=away, capture_output=True, text=True)
+    assert wrong.returncode == 2 and f"disco train ... {option} {what}" in wrong.stderr
+    done = subprocess.run([*command, option, str(what)], cwd=away, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    result = away / "tiny-submodel-1.result.tar"
+    result = away / f"{name}.result.tar"
     home = finished.model_copy(update={"runs": str(tmp_path / "home")})
     shutil.copytree(finished.folder, home.folder)
     reference = model_hashes(home.folder)
-    assert pack.collect(home, result) == "train/1: there already, the same to the last byte"
-    shutil.rmtree(home.folder / "train" / "1")
+    assert pack.collect(home, result) == f"{stage}: there already, the same to the last byte"
+    shutil.rmtree(home.folder / stage)
     bill = len(read(home.folder / "ledger.jsonl"))
-    assert pack.collect(home, result) == f"train/1: taken from {result}"
+    assert pack.collect(home, result) == f"{stage}: taken from {result}"
     assert model_hashes(home.folder) == reference
     assert set(pipeline.status(home).values()) == {pipeline.FRESH}
     assert len(read(home.folder / "ledger.jsonl")) > bill
-    reseeded = home.model_copy(update={"train": home.train.model_copy(update={"learning_rate": 1e-3})})
-    shutil.rmtree(home.folder / "train" / "1")
+    section = "train" if isinstance(what, int) else "finetune"
+    changed = {section: getattr(home, section).model_copy(update={"learning_rate": 1e-3})}
+    shutil.rmtree(home.folder / stage)
     with pytest.raises(ArtifactError, match="another configuration or seed"):
-        pack.collect(reseeded, result)
+        pack.collect(home.model_copy(update=changed), result)
+
+
+def test_what_cannot_be_packed_is_refused(finished, tmp_path):
+    with pytest.raises(ConfigError, match="--stage finetun: no such stage .*: did you mean 'finetune'"):
+        pack.pack(finished, "finetun", tmp_path)
+    with pytest.raises(ConfigError, match="--submodel 7: this experiment has submodels 0 to 1"):
+        pack.pack(finished, 7, tmp_path)
 
 
 @pytest.mark.parametrize("what", ["missing", "garbage", "escape", "link", "hard link", "not a result", "edited"])

@@ -61,9 +61,9 @@ def test_a_dry_run_writes_sound_scripts_without_secrets(tmp_path, monkeypatch, o
     monkeypatch.chdir(tmp_path)
     config = experiment(
         folder,
-        baselines=["random_split"],
+        baselines=["random_split", "joint"],
         launch={
-            "ssh": {"hosts": ["gpu1", {"name": "me@gpu2", "devices": 2}]},
+            "ssh": {"hosts": ["gpu1", {"name": "me@gpu2", "devices": 2}], "finetune": "big"},
             "skypilot": {"bucket": "s3://my-bucket"},
         },
     )
@@ -81,6 +81,17 @@ def test_a_dry_run_writes_sound_scripts_without_secrets(tmp_path, monkeypatch, o
     assert Experiment.load(written / "experiment.yaml").folder == config.folder
     assert not list(tmp_path.rglob("pwned"))
     assert not (config.folder / "prepare").exists()
+    if on == "ssh":  # tuning on its host, each before the step that would do it here
+        after = [line for line in (written / "run.sh").read_text().splitlines() if line.startswith("bash ")]
+        assert after == [
+            f"bash {name}.sh"
+            for name in (
+                "prepare", "merge", "finetune_router-away", "finetune-away", "finetune", "baselines-joint-away",
+                "baselines", "report",
+            )
+        ]  # fmt: skip
+        away = (written / "finetune-away.sh").read_text()
+        assert "--stage finetune" in away and "-- big " in away and "big:disco-runs/" in away
 
 
 def test_unknown_back_ends_and_second_launches_are_refused(tmp_path):
@@ -102,6 +113,8 @@ def test_unknown_back_ends_and_second_launches_are_refused(tmp_path):
         ({"ssh": {"hosts": ["-oProxyCommand=x"]}}, "is no host"),
         ({"ssh": {"hosts": ["gpu1; rm -rf ."]}}, "is no host"),
         ({"ssh": {"hosts": ["gpu1", "gpu1"]}}, "gpu1 is there twice"),
+        ({"ssh": {"finetune": {"name": "big", "devices": 2}}}, "finetune.processes says how many"),
+        ({"ssh": {"finetune": "big"}, "nodes": 2, "node_command": ["x"]}, "it goes with nodes: 1"),
         ({"ssh": {"setup": "a\nb"}}, "one line"),
         ({"slurm": {"train": ["partition=x"]}}, "no sbatch option"),
         ({"slurm": {"train": ["--x=\n#SBATCH --y"]}}, "one line"),

@@ -149,3 +149,53 @@ def test_a_launch_over_ssh_survives_its_launcher(tmp_path, ssh_options):  # noqa
     got, expected = (load_file(run.folder / "train/0/model.safetensors") for run in (config, whole))
     assert all(equal(got[name], expected[name]) for name in expected)
     assert json.loads((config.folder / "train/0/manifest.json").read_text())["stage"] == "train/0"
+
+
+def test_the_host_that_tunes_needs_its_devices(tmp_path, monkeypatch):
+    monkeypatch.setattr(backend.ssh, "probe", lambda host, *rest: Abilities(2, 10**9, ()))
+    monkeypatch.setattr(backend.shutil, "which", lambda name: name)
+    section = {"ssh": {"hosts": ["gpu1"], "finetune": "big"}}
+    [slot] = backend.tuner_of(experiment(tmp_path, launch=section, finetune={"processes": 2}), 0)
+    assert (str(slot), slot.devices, slot.beside) == ("big", "0,1", 1)
+    wanting = experiment(tmp_path, launch=section, finetune={"processes": 4})
+    with pytest.raises(ConfigError, match="host big: has 2 GPUs, 4 are asked for"):
+        backend.tuner_of(wanting, 0)
+    with pytest.raises(ConfigError, match="host big: 1.00 GB free, tuning needs 2.00"):
+        backend.tuner_of(experiment(tmp_path, launch=section), 2 * 10**9)
+    assert backend.tuner_of(experiment(tmp_path, launch={"ssh": {"hosts": ["gpu1"]}}), 0) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_whole_plan_with_tuning_on_another_host(tmp_path, ssh_options):  # noqa: F811
+    """The models are bit for bit those made at home, and nothing is left there."""
+    corpus(tmp_path / "corpus")
+    away = tmp_path / "away it's"
+    away.mkdir()
+    setup = f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH "
+    setup += f"PYTHONPATH={shlex.quote(str(ROOT))} OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu"
+    config = experiment(
+        tmp_path,
+        seed_phase={"tokens": 0},
+        train={"tokens": 512},
+        baselines=["joint"],
+        launch={
+            "ssh": {
+                "hosts": [{"name": "localhost", "devices": 2}],
+                "finetune": "localhost",
+                "folder": str(away),
+                "setup": setup,
+                "options": ssh_options,
+                "poll_seconds": 0.3,
+            },
+        },
+    )
+    console = Console(file=io.StringIO(), width=200)
+    launch(config, "ssh", dry_run=False, console=console)
+    assert set(pipeline.status(config).values()) == {pipeline.FRESH}
+    assert not [path for path in away.rglob("*") if path.is_file()]
+    whole = config.model_copy(update={"name": "whole"})
+    pipeline.run(whole, until=["finetune", "baselines/joint"], say=lambda text: None)
+    for stage in ("finetune_router", "finetune", "baselines/joint"):
+        got, expected = (load_file(run.folder / stage / "model.safetensors") for run in (config, whole))
+        assert all(equal(got[name], expected[name]) for name in expected), stage
