@@ -93,6 +93,10 @@ class Slurm(Section):
 class Skypilot(Section):
     bucket: OneLine | None = Field(None, description="s3://name or gs://name: packs go there, results come back")
     accelerator: OneLine | None = Field(None, description="such as RTX4090:1; from hardware.train if absent")
+    finetune: OneLine | None = Field(
+        None,
+        description="card that fine-tunes, and trains the joint baseline, such as A100-80GB; absent = this machine",
+    )
     setup: OneLine = Field("pip install moe-disco", description="shell command that installs disco")
     spot: bool = True
 
@@ -128,8 +132,9 @@ class Launch(Section):
 
     @model_validator(mode="after")
     def _meet(self):
-        if self.nodes > 1 and self.ssh.finetune:
-            raise ValueError("ssh.finetune is one machine: it goes with nodes: 1")
+        for name, section in (("ssh", self.ssh), ("skypilot", self.skypilot)):
+            if self.nodes > 1 and section.finetune:
+                raise ValueError(f"{name}.finetune is one machine: it goes with nodes: 1")
         if self.nodes == 1 and self.node_command:
             raise ValueError("node_command goes with nodes of 2 or more")
         return self

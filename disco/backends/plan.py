@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from disco.config import Experiment
 from disco.job import JobError
-from disco.stages import Stage, stages
+from disco.stages import Stage, dashed, stages
 
 
 class LaunchError(JobError):
@@ -64,6 +64,22 @@ def plan(config: Experiment) -> list[Step]:
         )
     steps.append(Step(name="report", needs=(steps[-1].name,), about="Evaluation and report."))
     return steps
+
+
+def what_of(step: Step) -> int | str:
+    """What a step trains, as `pack` takes it: a submodel's number, or a stage's name."""
+    return int(step.options[1]) if step.options[0] == "--submodel" else step.options[1]
+
+
+def tuning_of(config: Experiment, step: Step) -> list[Step]:
+    """The trainings of a step that another machine can take over, one after the other."""
+    names = {"finetune": ("finetune_router", "finetune"), "baselines": ("baselines/joint",)}.get(step.name, ())
+    graph, about = stages(config), "Tuning of the whole model."
+    return [
+        Step(name=dashed(name), verb="train", options=("--stage", name), about=about, stage=name)
+        for name in names
+        if name in graph
+    ]
 
 
 def _submodel(config: Experiment, stage: Stage) -> Step:

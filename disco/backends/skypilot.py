@@ -1,16 +1,24 @@
-"""Back end `skypilot`: a managed spot job a submodel; packs go up as file mounts, results come back by a bucket."""
+"""Back end `skypilot`: a managed spot job a submodel, and for tuning where a card is named for it; packs go up as
+file mounts, results come back by a bucket. The rest runs here.
+
+Jobs outlive the launcher: the same command follows those that still run, and takes results that are there.
+"""
 
 import shlex
 import shutil
-import subprocess
+import threading
 from pathlib import Path
 
 import yaml
 from rich.console import Console
 
+from disco import pipeline
 from disco.backends import local
-from disco.backends.plan import LaunchError, Step
+from disco.backends.crew import Progress, StepError, work_through
+from disco.backends.plan import Step, tuning_of, what_of
 from disco.config import ConfigError, Experiment
+from disco.pack import name_of
+from disco.stages import packed_file
 from launch.scripts import SECRETS, script
 
 START = "run.sh"
@@ -32,17 +40,21 @@ ACCELERATORS = {
 
 
 def task(config: Experiment, step: Step, folder: Path) -> dict:
-    """The SkyPilot task of a submodel. Its state is saved to the bucket; a recovered job goes on."""
-    section, name = config.launch.skypilot, f"{config.name}-submodel-{step.options[1]}"
-    accelerator = section.accelerator or ACCELERATORS.get(config.hardware.train)
+    """The SkyPilot task of a training. Its state is saved to the bucket; a recovered job goes on."""
+    section, what = config.launch.skypilot, what_of(step)
+    name = name_of(config, what)
+    accelerator, asks = section.finetune, config.finetune
+    if isinstance(what, int):
+        accelerator, asks = section.accelerator or ACCELERATORS.get(config.hardware.train), config.train
     if accelerator is None:
         raise ConfigError(
             f"hardware.train is '{config.hardware.train}', whose name in the cloud is not known: "
             "set launch.skypilot.accelerator, such as RTX4090:1"
         )
     if ":" not in accelerator:
-        accelerator = f"{accelerator}:{config.train.processes}"
-    made_from = f"{name}/experiment.yaml {name}/runs/{config.name}/packed-{step.options[1]}.json"
+        accelerator = f"{accelerator}:{asks.processes}"
+    note = packed_file(Path("runs") / config.name, what)
+    made_from = f"{name}/experiment.yaml {name}/{note}"
     run = [
         "set -euo pipefail",
         f'key="$(tar -xOf /disco/pack.tar {made_from} | sha256sum | cut -c 1-16)"',
@@ -54,7 +66,7 @@ def task(config: Experiment, step: Step, folder: Path) -> dict:
         f"( while sleep {SAVE_SECONDS}; do save || true; done ) & saver=$!",
         "trap 'kill $saver' EXIT",
         f"cd {name}",
-        f"disco train experiment.yaml --submodel {step.options[1]}",
+        f"disco train experiment.yaml {shlex.join(step.options)}",
         f"cp {name}.result.tar /disco/bucket/",
     ]
     return {
@@ -86,45 +98,95 @@ _Readable.add_representer(
 
 
 def scripts(config: Experiment, steps: list[Step], experiment: Path) -> dict[str, str]:
-    """A task a submodel; `run.sh` prepares and submits, `finish.sh` collects, merges and goes on here."""
-    bucket, folder = config.launch.skypilot.bucket, experiment.parent
-    if bucket is None:
+    """A task and a script a training, a script for each other step, and `run.sh`, which does it all."""
+    if config.launch.skypilot.bucket is None:
         raise ConfigError(
             "launch.skypilot.bucket is not set: results come back by it: set it to s3://name or gs://name"
         )
-    own = [step for step in steps if step.stage and not step.stage.startswith("baselines/")]
-    rest = [step for step in steps if not step.stage]
-    files = {
-        f"{step.name}.yaml": yaml.dump(task(config, step, folder), Dumper=_Readable, sort_keys=False)
-        for step in own
-    }
-    files |= {f"{step.name}.sh": local.step_script(step, experiment) for step in rest}
-    disco, here, source = shlex.join(own[0].command("")[:3]), shlex.quote(str(folder)), shlex.quote(str(experiment))
-    secrets = " ".join(f"${{{secret}:+--secret {secret}}}" for secret in SECRETS)
-    submit, finish = [f"bash {here}/prepare.sh"], []
-    copy = "aws s3 cp" if bucket.startswith("s3://") else "gsutil cp"
-    for step in own:
-        name = f"{config.name}-submodel-{step.options[1]}"
-        submit.append(f"{disco} pack {source} --submodel {step.options[1]} --out {here}")
-        submit.append(f"sky jobs launch --yes --detach-run --name {name} {secrets} {here}/{step.name}.yaml")
-        finish.append(f"{copy} {bucket}/{name}.result.tar {here}/")
-        finish.append(f"{disco} collect {source} {here}/{name}.result.tar")
-    finish += [f"bash {here}/{step.name}.sh" for step in rest[1:]]
-    files[START] = script(submit, about="Prepare, and submit a job a submodel.", folder=Path.cwd())
-    about = "Once all jobs have succeeded (sky jobs queue): collect, merge, fine-tune, evaluate."
-    files["finish.sh"] = script(finish, about=about, folder=Path.cwd())
+    own, files, after = _own(steps), {}, []
+    away = list(own)
+    for step in steps:
+        if step.stage:
+            continue
+        if config.launch.skypilot.finetune:
+            parts = tuning_of(config, step)
+            away += parts
+            after += [f"bash {part.name}-away.sh" for part in parts]
+        files[f"{step.name}.sh"] = local.step_script(step, experiment)
+        after += [f"bash {step.name}.sh"] if step.needs else []
+    for step in away:
+        described = task(config, step, experiment.parent)
+        files[f"{step.name}.yaml"] = yaml.dump(described, Dumper=_Readable, sort_keys=False)
+        files[_script_of(step)] = _follow(config, step, experiment)
+    crowd = [f"bash {_script_of(step)} & jobs+=($!)" for step in own]
+    wait = 'for job in "${jobs[@]}"; do wait "$job"; done'
+    lines = ["bash prepare.sh", "jobs=()", *crowd, wait, *after]
+    about = "The whole experiment, its trainings as jobs in the cloud. Started again, it follows jobs that run."
+    files[START] = script(lines, about=about, folder=experiment.parent)
     return files
 
 
+def _own(steps: list[Step]) -> list[Step]:
+    return [step for step in steps if step.stage and not step.stage.startswith("baselines/")]
+
+
+def _script_of(step: Step) -> str:
+    return f"{step.name}.sh" if step.options[0] == "--submodel" else f"{step.name}-away.sh"
+
+
+def _follow(config: Experiment, step: Step, experiment: Path) -> str:
+    """Take a result that is there; else follow a job that runs; else pack, submit and follow."""
+    bucket, folder = config.launch.skypilot.bucket, experiment.parent
+    name, option = name_of(config, what_of(step)), shlex.join(step.options)
+    disco, here, source = shlex.join(step.command("")[:3]), shlex.quote(str(folder)), shlex.quote(str(experiment))
+    secrets = " ".join(f"${{{secret}:+--secret {secret}}}" for secret in SECRETS)
+    copy = "aws s3 cp" if bucket.startswith("s3://") else "gsutil cp"
+    lines = [
+        "take() {",
+        f"  {copy} {bucket}/{name}.result.tar {here}/ &&",
+        f"  flock {here}/.collect {disco} collect {source} {here}/{name}.result.tar",
+        "}",
+        "if take; then exit; fi  # of an earlier launch",
+        f"if sky jobs logs --name {name}; then if take; then exit; fi; fi  # of one that still runs",
+        f"flock {here}/.collect {disco} pack {source} {option} --out {here}",
+        f"sky jobs launch --yes --name {name} {secrets} {here}/{step.name}.yaml",
+        "take",
+    ]
+    return script(lines, about=f"{step.about} In the cloud.", folder=Path.cwd())
+
+
 def launch(config: Experiment, steps: list[Step], experiment: Path, console: Console) -> None:
-    """Prepare here, submit a job a submodel, and say how to finish."""
-    folder = experiment.parent
-    if shutil.which("sky") is None:
-        raise ConfigError(
-            "--on skypilot: the command sky is not there: pip install 'moe-disco[skypilot]', or add --dry-run"
-        )
-    if code := subprocess.run(["bash", str(folder / START)]).returncode:
-        raise LaunchError(
-            f"submitting ended with exit code {code} (its reason stands above); what was submitted goes on"
-        )
-    console.print(f"watch: sky jobs queue; then: bash {shlex.quote(str(folder / 'finish.sh'))}", markup=False)
+    """Carry the plan out. Raises LaunchError naming what is missing at the end."""
+    folder, retries = experiment.parent, config.launch.retries
+    for program in ("sky", "aws" if config.launch.skypilot.bucket.startswith("s3://") else "gsutil", "flock"):
+        if shutil.which(program) is None:
+            remedy = "pip install 'moe-disco[skypilot]'" if program == "sky" else "install it"
+            raise ConfigError(f"--on skypilot: the command {program} is not there: {remedy}, or add --dry-run")
+    (folder / "logs").mkdir(exist_ok=True)
+    local.here(steps[0], folder, retries)
+    console.print(
+        "jobs in the cloud outlive this launcher: sky jobs queue; sky jobs cancel --name NAME", markup=False
+    )
+    _train_away(config, _own(steps), folder, console)
+    for step in steps:
+        if step.needs and not step.stage:
+            for part in tuning_of(config, step) if config.launch.skypilot.finetune else ():
+                _train_away(config, [part], folder, console)
+            local.here(step, folder, retries)
+
+
+def _train_away(config: Experiment, steps: list[Step], folder: Path, console: Console) -> None:
+    """Follow a job for each training that is not fresh, all at once. Raises LaunchError naming what is missing."""
+
+    def make(step: Step, slot: str, progress: Progress, stop: threading.Event) -> None:
+        log = folder / "logs" / f"{step.name}.log"
+        with open(log, "ab") as output:
+            code = local.execute(folder / _script_of(step), {}, output, stop)
+        if code and not stop.is_set():
+            raise StepError(f"exit code {code}: {local.last_line(log)} (all of it: {log})", again=False)
+
+    states = pipeline.status(config)
+    todo = [step for step in steps if states[step.stage] != pipeline.FRESH]
+    slots = [f"job {index}" for index in range(len(todo))]
+    ended = work_through(todo, slots, make, retries=0, console=console)  # the jobs have their own
+    local.complain(ended, "skypilot")

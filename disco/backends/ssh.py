@@ -22,13 +22,12 @@ from rich.console import Console
 from disco import artifacts, pipeline
 from disco.backends import local
 from disco.backends.crew import Progress, SlotLost, StepError, work_through
-from disco.backends.plan import Step
+from disco.backends.plan import Step, tuning_of, what_of
 from disco.config import ConfigError, Experiment
 from disco.launching import Host
 from disco.pack import collect, name_of, pack, stage_of
 from disco.pipeline import expected_inputs
 from disco.running import drop_note, write_note
-from disco.stages import dashed, stages
 from launch import ssh
 from launch.scripts import SECRETS, script
 from launch.ssh import Remote, SshError
@@ -69,7 +68,7 @@ def scripts(config: Experiment, steps: list[Step], experiment: Path) -> dict[str
             lanes[host.name].append(f"bash {step.name}.sh")
             files[f"{step.name}.sh"] = _by_hand(config, step, host, experiment)
         elif not step.stage:
-            for part in _away(config, step) if tuner else ():
+            for part in tuning_of(config, step) if tuner else ():
                 files[f"{part.name}-away.sh"] = _by_hand(config, part, _remote(config, tuner), experiment)
                 after.append(f"bash {part.name}-away.sh")
             files[f"{step.name}.sh"] = local.step_script(step, experiment)
@@ -81,26 +80,9 @@ def scripts(config: Experiment, steps: list[Step], experiment: Path) -> dict[str
     return files
 
 
-def _what(step: Step) -> int | str:
-    """What a step trains, as `pack` takes it: a submodel's number, or a stage's name."""
-    return int(step.options[1]) if step.options[0] == "--submodel" else step.options[1]
-
-
-def _away(config: Experiment, step: Step) -> list[Step]:
-    """The trainings of a step that the host for tuning takes over, one after the other."""
-    names = {"finetune": ("finetune_router", "finetune"), "baselines": ("baselines/joint",)}.get(step.name, ())
-    graph = stages(config)
-    about = "Tuning of the whole model."
-    return [
-        Step(name=dashed(name), verb="train", options=("--stage", name), about=about, stage=name)
-        for name in names
-        if name in graph
-    ]
-
-
 def _by_hand(config: Experiment, step: Step, host: Remote, experiment: Path) -> str:
     option, place = shlex.join(step.options), place_of(config)
-    name = name_of(config, _what(step))
+    name = name_of(config, what_of(step))
     folder, here = f"{place}/{name}", experiment.parent
     reach = shlex.join(["ssh", *ssh.OPTIONS, *host.options])
     copy = f"rsync -s -t --partial -e {shlex.quote(reach)} --"
@@ -195,7 +177,7 @@ def launch(config: Experiment, steps: list[Step], experiment: Path, console: Con
     _train_away(config, own, slots_of(config, needed=_pack_bytes(config, 0)), console)
     for step in steps:
         if step.needs and not step.stage:
-            for part in _away(config, step) if config.launch.ssh.finetune else ():
+            for part in tuning_of(config, step) if config.launch.ssh.finetune else ():
                 _train_away(config, [part], tuner_of(config, needed=_pack_bytes(config, part.stage)), console)
             local.here(step, folder, config.launch.retries)
 
@@ -228,14 +210,14 @@ def _pack_bytes(config: Experiment, what: int | str) -> int:
 
 
 def _folder(config: Experiment, step: Step) -> str:
-    return f"{place_of(config)}/{name_of(config, _what(step))}"
+    return f"{place_of(config)}/{name_of(config, what_of(step))}"
 
 
 def _make(config: Experiment, step: Step, slot: Slot, progress: Progress, stop: threading.Event) -> None:
     """Ship, start, watch, and take the result; each only where it is not done yet."""
     host, folder = replace(slot.remote, stop=stop), _folder(config, step)
     watched = f"runs/{config.name}/metrics.jsonl"
-    stage = stage_of(config, _what(step))
+    stage = stage_of(config, what_of(step))
     key = artifacts.stage_key(expected_inputs(config, stage), stage.section, config.seed)
     found = ssh.look(host, folder, watched)
     if found.key != key:
@@ -278,7 +260,7 @@ def _ship(config: Experiment, step: Step, slot: Slot, host: Remote, folder: str,
     place = place_of(config)
     out = config.folder / "launch" / "packs"
     out.mkdir(exist_ok=True)
-    archive = pack(config, _what(step), out)
+    archive = pack(config, what_of(step), out)
     quoted = shlex.quote(folder)
     train = f"disco train experiment.yaml launch.parallel={slot.beside} {shlex.join(step.options)}"
     try:

@@ -29,7 +29,8 @@ def launch(config: Experiment, on: str, *, dry_run: bool, console: Console) -> N
     if on not in BACKENDS:
         raise ConfigError(f"--on {on}: no such back end: {closest(on, BACKENDS)}")
     backend = importlib.import_module(f"disco.backends.{on}")
-    elsewhere = {"finetune"} if on == "ssh" and config.launch.ssh.finetune else set()
+    away = getattr(getattr(config.launch, on), "finetune", None) if on in ("ssh", "skypilot") else None
+    elsewhere = {"finetune"} if away else set()
     check(config, {*BACKENDS[on]} - elsewhere)
     steps, folder = plan(config), config.folder.absolute() / "launch"
     with artifacts.lock(config.folder, name="launch/.lock"):

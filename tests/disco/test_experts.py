@@ -207,3 +207,28 @@ def test_deepspeeds_expert_parallelism_trains_as_replicated_experts(
         assert list((resumed / SCRATCH / "checkpoints").glob("step-00000003"))
         run_job(again, threads=1)
         assert_same(tensors(resumed), tensors(out), rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["autoep", "fsep"])
+def test_four_processes_in_bf16(make_job, toy_rows, way):
+    """Loss, balance and weights are those of replicated experts on one process, as far as 16 bits tell."""
+    rows = toy_rows(24)
+    section = {"rows": rows, "aux": 0.1, "clip": 0.5, "precision": "bf16", "zero_stage": 1, "batch_size": 8}
+    reference, expected = make_job("reference", **section)
+    run_job(reference, threads=1)
+    keys = sharded(slots=2, threshold=0.0) if way == "fsep" else {"shared_as": "autoep"}
+    job, out = make_job("shared", **section, processes=4, micro_batch_size=1, job_keys=keys)
+    run_job(job, threads=1)
+    mine, theirs = rows_of(job, "shared"), rows_of(reference, "reference")
+    assert [row["tokens"] for row in mine] == [row["tokens"] for row in theirs]
+    for key in ("loss", "balance", "validation_loss"):
+        found, wanted = ([row[key] for row in rows if key in row] for rows in (mine, theirs))
+        assert found == pytest.approx(wanted, rel=5e-3), key
+    # A bias of the keys changes no attention: its gradient is noise, which Adam blows up.
+    got, wanted = (
+        {name: tensor for name, tensor in tensors(folder).items() if "k_proj.bias" not in name}
+        for folder in (out, expected)
+    )
+    assert_same(got, wanted, rtol=2e-2, atol=1e-2)
+    assert all(1 <= value <= 4 for value in mine[-1]["imbalance"])

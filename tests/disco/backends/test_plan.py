@@ -64,7 +64,7 @@ def test_a_dry_run_writes_sound_scripts_without_secrets(tmp_path, monkeypatch, o
         baselines=["random_split", "joint"],
         launch={
             "ssh": {"hosts": ["gpu1", {"name": "me@gpu2", "devices": 2}], "finetune": "big"},
-            "skypilot": {"bucket": "s3://my-bucket"},
+            "skypilot": {"bucket": "s3://my-bucket", "finetune": "A100-80GB"},
         },
     )
     console = Console(file=io.StringIO(), width=200)
