@@ -280,6 +280,8 @@ def plan(
     from disco.artifacts import write_json
     from disco.workloads import trainings
 
+    if spot is not None and not 0 <= spot < float("inf"):
+        raise ValueError(f"--spot is {spot}: it must be interruptions an hour, 0 or more")
     experiment = _load(config, overrides)
     wide = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 170)
     if against is not None:

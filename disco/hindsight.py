@@ -43,6 +43,7 @@ class Compared:
 def compare(config: Experiment, run: Path) -> list[Compared]:
     """Every training stage that the ledger has rows of. Raises ArtifactError where there are none.
 
+    Operations agree exactly, but for `bcd.order: importance`, whose turns follow gradients: as shuffled is planned.
     Memory is predicted as bytes of tensors, and measured as such on a GPU; on a CPU it is the whole process's.
     """
     rows = read(run / "ledger.jsonl")

@@ -225,6 +225,9 @@ def test_the_command_writes_json_and_takes_dashed_overrides(tmp_path):
     found = json.loads(out.read_text())
     assert sum(forecast["tokens"] for forecast in found["phases"][0]["forecasts"]) == 8192
     assert math.isfinite(found["ways"][0]["dollars"]) and "2026-01" in done.output
+    for spot in ("-1", "nan", "inf"):
+        done = CliRunner().invoke(app, ["plan", str(path), "--spot", spot])
+        assert f"--spot is {float(spot)}: it must be interruptions an hour" in str(done.exception)
     done = CliRunner().invoke(app, ["plan", str(path), "--crads=2"])
     assert done.exit_code == 1 and "unknown key crads" in str(done.exception)
 
