@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 # This file is called disco.py too: keep its folder from hiding the package.
 sys.path[:] = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent] + ["."]
+sys.path.append(str(Path(__file__).resolve().parent))
 
 import matplotlib
 
@@ -33,6 +34,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from flexolmo import flexolmo
 
 from disco import artifacts, evaluate, pipeline, single
 from disco.checkpoint import Checkpoint
@@ -43,12 +45,13 @@ from disco.curves import JOINT, Curve, Used, path, reach, read_curves, total
 from disco.engine import load_model
 from disco.packing import Rows
 from disco.stages import clusters, stages
-from disco.train import rows_of
+from disco.train import price_of, rows_of, submodel_rows
 from launch.ledger import append, phase_of, read
 
 PASSAGE = 1500  # characters
 JOINT_ARM, SMALL_JOINT_ARM, SEED_ARM = "joint", "joint, batch of 2", "seed model alone"
 RECIPE, AVERAGED_ARM, ENSEMBLE = "DisCo", "DisCo, everything trained, averaged", "c-BTM, nearest submodel"
+FLEXOLMO = "FlexOlmo, a public expert more"
 
 
 class Arm(NamedTuple):
@@ -60,6 +63,7 @@ class Arm(NamedTuple):
     merge: dict[str, Any] = {}
     finetune: dict[str, Any] = {}
     cluster: dict[str, Any] = {}
+    tokens: float = 1.0  # of what joint training gets
 
 
 # The default recipe, continued from a mature base: experts alone, from the base, in small steps at a low rate, then
@@ -67,14 +71,14 @@ class Arm(NamedTuple):
 EXPERTS = {"mode": "expert", "batch_size": 1, "learning_rate": 3e-4, "warmup": 0.05}
 WHOLE = EXPERTS | {"mode": "full", "learning_rate": 1e-4}
 SEED = {"batch_size": 8, "learning_rate": 3e-4, "warmup": 0.05}
-TUNE = {"batch_size": 8, "learning_rate": 1e-4, "schedule": "linear", "warmup": 0.1, "min_learning_rate": 0.02}
+TUNE = {"batch_size": 8, "learning_rate": 5e-5, "schedule": "linear", "warmup": 0.1, "min_learning_rate": 0.02}
 LONG_TUNE = TUNE | {"learning_rate": 3e-4, "warmup": 0.03}
 JOINT_RATE = 3e-4
 
 
 def arms(setting: str) -> dict[str, Arm]:
     """The arms by name. BTX is arXiv 2403.07816 with its drawn router, the paper arXiv 2601.06857."""
-    shares = (0.0, 0.8, 0.2) if setting == "continued" else (0.8, 0.12, 0.08)
+    shares = (0.0, 0.96, 0.04) if setting == "continued" else (0.8, 0.12, 0.08)
     best = Arm(shares, seed_phase=SEED, train=EXPERTS, finetune=TUNE)
     drawn = {"router": "random"}
     return {
@@ -86,7 +90,9 @@ def arms(setting: str) -> dict[str, Arm]:
         "DisCo, router by centroid": best._replace(merge={"router": "centroid"}),
         "DisCo, router drawn": best._replace(merge=drawn),
         AVERAGED_ARM: best._replace(train=WHOLE),
-        "DisCo, seed phase 30 %": best._replace(shares=(0.3, 0.5, 0.2)),
+        "DisCo, seed phase 30 %": best._replace(shares=(0.3, 0.66, 0.04)),
+        "DisCo, seed phase 60 %": best._replace(shares=(0.6, 0.36, 0.04)),
+        "DisCo, a fifth for tuning": best._replace(shares=(0.0, 0.8, 0.2)),
         "BTX": Arm((0, 0.5, 0.5), train=WHOLE, merge=drawn, finetune=LONG_TUNE),
         "the paper's recipe": Arm((0, 0.8, 0.2), train=WHOLE, merge=drawn, finetune=LONG_TUNE),
     }
@@ -181,7 +187,7 @@ def experiment(args: argparse.Namespace, name: str, seed: int, factor: float, to
         given = dict(getattr(arm, section))
         if "learning_rate" in given:
             given["learning_rate"] *= factor * (args.scratch_rate if args.setting == "scratch" else 1)
-        found[section] = found.get(section, {}) | given | {"tokens": round(share * tokens)}
+        found[section] = found.get(section, {}) | given | {"tokens": round(share * arm.tokens * tokens)}
     found |= {"merge": arm.merge, "cluster": arm.cluster}
     if name in (JOINT_ARM, SMALL_JOINT_ARM):
         found["baselines"] = ["joint"]
@@ -231,20 +237,26 @@ def validation(config: Experiment) -> tuple[Rows, Any]:
     return rows_of(config, split), split
 
 
-def measure(config: Experiment, last: str) -> dict[str, Any]:
-    """Held-out loss of the arm's last model, overall and by domain, its experts by domain, and what it took."""
+def loss_and_experts(config: Experiment, model: torch.nn.Module) -> dict[str, Any]:
+    """Held-out loss overall and by domain, and the model's experts by domain."""
     rows, split = validation(config)
-    model = load_model(config.folder / last, config.model.dtype, config.model.experts)
     seen = evaluate.measure(model, rows, split, split.source, len(split.sources), config.evaluate.batch_size)
-    curves = read_curves(config.folder)
-    laid = {"joint": curves[JOINT]} if last == JOINT else path(curves)
-    used = total(laid)
-    end = list(laid.values())[-1].validated()
     return {
         "cross_entropy": seen.entry["cross_entropy"],
         "by_domain": {domain: part["cross_entropy"] for domain, part in seen.entry["by_source"].items()},
         "experts": None if seen.routing is None else seen.routing["counts"],
         "specialisation": None if seen.routing is None else float(np.mean(seen.routing["specialisation"])),
+    }
+
+
+def measure(config: Experiment, last: str) -> dict[str, Any]:
+    """What the arm's last model can do, and what it took."""
+    model = load_model(config.folder / last, config.model.dtype, config.model.experts)
+    curves = read_curves(config.folder)
+    laid = {"joint": curves[JOINT]} if last == JOINT else path(curves)
+    used = total(laid)
+    end = list(laid.values())[-1].validated()
+    return loss_and_experts(config, model) | {
         **used._asdict(),
         "curve": {field: getattr(end, field).tolist() for field in (*Used._fields, "validation")},
         "parts": {part: curve.used()._asdict() for part, curve in laid.items()},
@@ -255,7 +267,8 @@ def measure(config: Experiment, last: str) -> dict[str, Any]:
 def state_bytes(config: Experiment, stage: str | None) -> int:
     """Parameters, gradients and two moments in fp32 of the largest stage on a cheap card."""
     sizes = []
-    names = [stage] if stage else [name for name in ("start", "train/0") if (config.folder / name).exists()]
+    seeded = ["start"] if config.seed_phase.tokens else []
+    names = [stage] if stage else [name for name in (*seeded, "train/0") if (config.folder / name).exists()]
     for name in names:
         checkpoint = Checkpoint.open(config.folder / name)
         expert_only = name.startswith("train/") and config.train.mode == "expert"
@@ -287,6 +300,19 @@ def ensemble(config: Experiment) -> dict[str, Any]:
         **used._asdict(),
         "state_bytes": state_bytes(config, None),
     }
+
+
+def public_expert(args: argparse.Namespace, seed: int, factor: float) -> dict[str, Any]:
+    """FlexOlmo's recipe on the clusters of the default recipe, with all tokens for the experts."""
+    config = experiment(args, RECIPE, seed, factor, args.tokens)
+    section = config.train.model_copy(update={"tokens": args.tokens})
+    config = config.model_copy(update={"train": section})
+    labels_D = assignments(config.folder / "cluster", "train")
+    corpus = Corpus.open(config.folder / "prepare")
+    rows = [submodel_rows(config, corpus, labels_D, cluster) for cluster in range(clusters(config))]
+    model, used = flexolmo(config.folder / "start", rows, section, config.model.dtype, seed)
+    rate = price_of(config, config.hardware.train).dollars_per_hour
+    return loss_and_experts(config, model) | used | {"dollars": used["seconds"] / 3600 * rate}
 
 
 def against(found: dict[str, Any], joint: dict[str, Any]) -> dict[str, float | None]:
@@ -412,6 +438,8 @@ def main() -> None:
         if AVERAGED_ARM in names:
             config = experiment(args, AVERAGED_ARM, seed, factors[AVERAGED_ARM], args.tokens)
             found.setdefault(ENSEMBLE, {})[seed] = ensemble(config)
+        if args.setting == "continued" and RECIPE in names:
+            found.setdefault(FLEXOLMO, {})[seed] = public_expert(args, seed, factors[RECIPE])
     artifacts.write_json(
         args.out / f"{args.setting}.json", {"arguments": vars(args), "factors": factors, "arms": found}
     )
