@@ -25,9 +25,10 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from disco.balance import balanced_assignment
-from disco.cluster import balanced_kmeans, cluster, squared_distances
+from disco.cluster import cluster
 from disco.config import Experiment
 from disco.corpus import Corpus, prepare
+from disco.kmeans import balanced_kmeans, squared_distances
 
 
 def points(documents: int, features: int, clusters: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

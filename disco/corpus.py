@@ -23,6 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from disco.artifacts import ArtifactError, file_hash, fingerprint, need_disk, read_json, write_json
 from disco.config import ConfigError, Experiment, Source
+from disco.progress import tracked
 from disco.sources import check_sources, documents, local_bytes, local_files
 from disco.tokenizer import (
     check_tokenizer,
@@ -143,12 +144,11 @@ def _gather(config: Experiment, spool: Path, progress: Callable[[str], None]) ->
     key = config.seed.to_bytes(8, "little")
     with _Writer(spool, SPOOL) as writer:
         for code, source in enumerate(config.corpus.sources):
-            progress(f"reading {source.name}")
             count = dict.fromkeys(("documents", "characters", "bytes", "duplicates", "too_short"), 0)
             count["files"] = len(local_files(source))
             counts[source.name] = count
             keys, texts = array("Q"), array("q")
-            for number, text in documents(source):
+            for number, text in tracked(documents(source), f"reading {source.name}", progress):
                 if count["documents"] == source.max_documents:
                     break
                 if len(text) < max(config.corpus.min_chars, 1):
@@ -223,11 +223,14 @@ def _tokenize(
         open(out / "validation.tokens", "wb") as validation_tokens,
     ):
         files = {"train": (train, train_tokens), "validation": (validation, validation_tokens)}
-        reported = 0.0
-        for first, batch in _batches(spool, SPOOL.names):
-            if first >= reported:
-                progress(f"tokenising document {first} of {len(held_out_D)}")
-                reported += len(held_out_D) / 20
+        batches = tracked(
+            _batches(spool, SPOOL.names),
+            "tokenising",
+            progress,
+            total=len(held_out_D),
+            size=lambda numbered: len(numbered[1]["text"]),
+        )
+        for first, batch in batches:
             encoded = encode(tokenizer, batch["text"])
             for n, (code, text, digest) in enumerate(zip(*batch.values(), strict=True)):
                 stored = np.array([ids["bos"], *encoded[n], ids["eos"]], dtype=dtype)

@@ -19,6 +19,7 @@ from threadpoolctl import threadpool_limits
 from disco.artifacts import ArtifactError
 from disco.config import ConfigError, Experiment
 from disco.features import Vectorizer
+from disco.progress import tracked
 
 FOLDER = "features"
 KEY, FIRST = b"disco.key", b"disco.first"
@@ -57,7 +58,8 @@ def write_part(
         partial = path.with_name(path.name + ".partial")
         done, writer = 0, None
         try:
-            for block_BS in vectorizer.transform(train.texts(documents)):
+            made = vectorizer.transform(train.texts(documents))
+            for block_BS in tracked(made, f"features, part {index}/{of}", progress, total=len(documents), size=len):
                 if writer is None:
                     kind = pa.list_(pa.float32(), block_BS.shape[1])
                     marks = {KEY: key.encode(), FIRST: _sample(vectorizer, train).tobytes()}
@@ -67,7 +69,6 @@ def write_part(
                 numbers = pa.array(documents[done : done + len(block_BS)])
                 writer.write_table(pa.Table.from_arrays([numbers, rows], schema=writer.schema))
                 done += len(block_BS)
-                progress(f"features of document {done:,} of {len(documents):,}")
         finally:
             if writer is not None:
                 writer.close()
