@@ -2,6 +2,7 @@
 
 import _thread
 import io
+import signal
 import threading
 
 import pytest
@@ -79,6 +80,15 @@ def test_a_lost_slot_leaves_its_steps_to_the_others():
     assert [entry.reason for entry in ended] == ["a is out of reach", "no slot was left to make it in"]
 
 
+@pytest.fixture
+def ctrl_c_heard():
+    """SIGINT raises, also where the tests run in the background of a shell, which has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_heard")
 def test_ctrl_c_stops_every_slot():
     started, stopped = [], []
 
