@@ -28,6 +28,11 @@ class Expansion(_Section):
     """
 
     lr_ratio: float = Field(default=0.05, gt=0, description="step size relative to the learning rate")
+    active: Literal["adamw", "factored"] = Field(
+        default="adamw",
+        description="'factored': matrices of the active block are updated in this way too, by lr_ratio in the "
+        "layers and by the whole learning rate in embeddings and head; AdamW has the rest, e.g. an always-on norm",
+    )
 
 
 class Config(_Section):
@@ -86,6 +91,10 @@ class Config(_Section):
             raise ValueError("order is 'ends' without expansion, which trains all between: set expansion={}")
         if self.order == "ends" and self.active_blocks > 1:
             raise ValueError(f"order is 'ends' with active_blocks {self.active_blocks}: it takes one at a time")
+        if self.expansion and self.expansion.active == "factored" and self.order == "importance":
+            raise ValueError(
+                "order is 'importance' with expansion.active 'factored', which measures no norms: use another order"
+            )
         if self.lr_schedule != "constant" and self.total_steps is None:
             raise ValueError(f"lr_schedule is {self.lr_schedule!r} without an end: set total_steps")
         if self.total_steps is not None and self.warmup_steps > self.total_steps:

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from bcd import checkpoint
 from bcd.blocks import depths, partition
 from bcd.config import Config, read
-from bcd.expansion import Expansion, above
-from bcd.groups import GroupState, make_groups
+from bcd.expansion import Expansion, divide
+from bcd.groups import Group, GroupState, make_groups
 from bcd.plain import PlainBackend
 from bcd.prefetch import Prefetch
 from bcd.prefix import PrefixCache
@@ -105,7 +105,9 @@ class Engine:
             from bcd.zero import DeepSpeedBackend
 
             self._backend = DeepSpeedBackend(model, ds_config, config)
-        self._expansion = None if config.expansion is None else Expansion(self._backend, config)
+        inside = f"{self.partition.layers}."
+        outside = [name for name in self._depths if not name.startswith(inside)]
+        self._expansion = None if config.expansion is None else Expansion(self._backend, config, outside)
         self._prefix = (
             None if config.prefix_cache is None else PrefixCache(model, self.partition, config.prefix_cache)
         )
@@ -342,27 +344,29 @@ class Engine:
         self._backend.barrier()
 
     def _activate(self, active: dict[str, GroupState] | None = None) -> None:
-        blocks = [self.partition.blocks[i] for i in self.schedule.blocks]
-        groups = make_groups(self.partition.always_on, blocks, self.config)
+        groups, expanded = self._groups(self.schedule.blocks)
         ahead = {} if self._prefetch is None else self._prefetch.take()
         saved = self._kept | ahead if active is None else active
         self._backend.activate(groups, {g.name: saved[g.name] for g in groups if g.name in saved})
         for group in groups:
             self._kept.pop(group.name, None)
-        pieces = [piece for group in groups for piece in group.pieces]
         if self._expansion is not None:
-            reached = above(self.partition, self.schedule.blocks, self._depths, self._trainable)
-            self._expansion.attach(reached)
+            self._expansion.attach(expanded)
         self._offer_rate()
         if self._prefix is not None:
-            self._prefix.reset(min(self._depths[piece.name] for piece in pieces))
+            trained = [piece.name for group in groups for piece in group.pieces] + expanded
+            self._prefix.reset(min(self._depths[name] for name in trained))
+
+    def _groups(self, indices: tuple[int, ...]) -> tuple[list[Group], list[str]]:
+        """What AdamW and what the expansion trains while these blocks are active."""
+        blocks, expanded = divide(self.partition, indices, self._depths, self._trainable, self.config)
+        return make_groups(self.partition.always_on, blocks, self.config), expanded
 
     def _fetch_ahead(self) -> None:
         """Start to copy what the next blocks have in host memory to the device."""
         if self._prefetch is None:
             self._prefetch = Prefetch(self.device)
-        blocks = [self.partition.blocks[i] for i in self.schedule.upcoming]
-        names = [group.name for group in make_groups((), blocks, self.config)]
+        names = [group.name for group in self._groups(self.schedule.upcoming)[0]]
         present = {group.name for group in self._backend.groups}
         self._prefetch.begin({n: self._kept[n] for n in names if n in self._kept and n not in present})
 
@@ -378,7 +382,7 @@ class Engine:
         return {
             "partition": self.partition.digest,
             "back end": self._backend.kind,
-            "expansion": "off" if self.config.expansion is None else "on",
+            "expansion": "off" if self.config.expansion is None else f"on, active {self.config.expansion.active}",
             "number of processes": self._backend.world_size,
             "dtypes": sorted({str(p.dtype) for p in self.module.parameters()}),
         }

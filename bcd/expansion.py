@@ -10,11 +10,12 @@ all make the same update.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import distributed, nn
 
-from bcd.blocks import Partition, matches
+from bcd.blocks import Block, Partition, matches
 from bcd.config import Config
 
 STATISTICS_BETA = 0.99  # of the running means of squared gradients
@@ -28,6 +29,31 @@ def above(partition: Partition, blocks: Iterable[int], depth: Mapping[str, int],
     return [name for name in names if depth[name] > lowest and name not in taken]
 
 
+def divide(
+    partition: Partition, blocks: Iterable[int], depth: Mapping[str, int], names: Iterable[str], config: Config
+) -> tuple[list[Block], list[str]]:
+    """Active blocks with the pieces that AdamW trains, and those of `names` that the expansion updates.
+
+    With `expansion.active` ``factored`` the latter takes the active blocks' matrices, but for those that are cut
+    by rows. ValueError if that leaves AdamW nothing.
+    """
+    chosen = [partition.blocks[i] for i in blocks]
+    if config.expansion is None:
+        return chosen, []
+    names = list(names)
+    expanded = set(above(partition, blocks, depth, names))
+    if config.expansion.active == "factored":
+        own = {p.name for block in chosen for p in block.pieces if len(p.shape) > 1 and p.rows is None}
+        chosen = [replace(block, pieces=tuple(p for p in block.pieces if p.name not in own)) for block in chosen]
+        if not any(block.pieces for block in chosen) and not partition.always_on:
+            raise ValueError(
+                f"expansion.active is 'factored', which leaves AdamW nothing of block {chosen[0].name!r}: set "
+                "always_on, e.g. to the final norm"
+            )
+        expanded |= own
+    return chosen, [name for name in names if name in expanded]
+
+
 def statistics(shape: Sequence[int]) -> list[tuple[int, ...]]:
     """Shapes of the running means kept for a parameter: rows and columns of (each of) its matrices; the
     squares themselves for a vector."""
@@ -37,9 +63,12 @@ def statistics(shape: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 class Expansion:
-    """Moves a parameter by ``lr * lr_ratio`` times its normalised gradient, whose root mean square is at most 1."""
+    """Moves a parameter by ``lr * lr_ratio`` times its normalised gradient, whose root mean square is at most 1.
 
-    def __init__(self, backend, config: Config):
+    Where the active blocks are updated in this way too, the parameters named `whole` move by ``lr`` times theirs.
+    """
+
+    def __init__(self, backend, config: Config, whole: Iterable[str] = ()):
         if backend.stage == 3:
             raise ValueError(
                 "expansion with zero_optimization.stage 3: a rank holds a whole weight only while its layer "
@@ -53,6 +82,7 @@ class Expansion:
         self._named = dict(backend.module.named_parameters())
         self._handles: list = []
         self._rate = 0.0
+        self._whole = frozenset(whole if config.expansion.active == "factored" else ())
 
     def attach(self, names: Sequence[str]) -> None:
         """Update the parameters of these names from now on, and no others."""
@@ -70,7 +100,7 @@ class Expansion:
             self._named[name].requires_grad_(boundary)
         if not boundary or not names:
             return
-        self._rate = rate * self.config.expansion.lr_ratio
+        self._rate = rate
         self._generator = torch.Generator(self._named[names[0]].device).manual_seed(
             1_000_003 * self.config.seed + step
         )
@@ -85,20 +115,29 @@ class Expansion:
         if self._world > 1:
             distributed.all_reduce(gradient)
             gradient.div_(self._world)
-        if not torch.isfinite(torch.linalg.vector_norm(gradient, dtype=torch.float32)):
-            return
         update = self._normalise(name, gradient.float())
+        if update is None:
+            return
         exempt = any(matches(pattern, name) for pattern in self.config.no_decay)
-        keep = 1.0 - self._rate * (0.0 if exempt else self.config.weight_decay)
+        rate = self._rate * (1.0 if name in self._whole else self.config.expansion.lr_ratio)
+        keep = 1.0 - rate * (0.0 if exempt else self.config.weight_decay)
         if parameter.dtype == torch.float32:
-            parameter.mul_(keep).sub_(update.mul_(self._rate))
+            parameter.mul_(keep).sub_(update, alpha=rate)
             return
         # Rounded to the nearest, small steps of bf16 weights would all be lost.
-        exact = parameter.float().mul_(keep).sub_(update.mul_(self._rate))
+        exact = parameter.float().mul_(keep).sub_(update, alpha=rate)
         parameter.copy_(_round_at_random(exact, self._generator))
 
-    def _normalise(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """`gradient` (overwritten) over the root of its factored second moment."""
+    def _normalise(self, name: str, gradient: torch.Tensor) -> torch.Tensor | None:
+        """`gradient` (overwritten) over the root of its factored second moment; None if it is not finite."""
+        if gradient.ndim < 2:
+            squares = [gradient.square()]
+        else:
+            squares = [
+                torch.linalg.vector_norm(gradient, dim=dim).square_().div_(gradient.shape[dim]) for dim in (-1, -2)
+            ]
+        if not torch.isfinite(squares[0].sum()):
+            return None
         if name not in self.state:
             shapes = statistics(gradient.shape)
             self.state[name] = [torch.zeros(shape, device=gradient.device) for shape in shapes]
@@ -106,14 +145,12 @@ class Expansion:
         *means, count = self.state[name]
         count += 1
         correction = 1.0 - STATISTICS_BETA**count
+        for mean, square in zip(means, squares, strict=True):
+            mean.lerp_(square, 1.0 - STATISTICS_BETA)
         if gradient.ndim < 2:
-            means[0].lerp_(gradient.square(), 1.0 - STATISTICS_BETA)
             gradient.mul_((means[0] / correction + TINY).rsqrt_())
         else:
             rows, columns = means
-            for mean, dim in ((rows, -1), (columns, -2)):
-                square = torch.linalg.vector_norm(gradient, dim=dim).square_().div_(gradient.shape[dim])
-                mean.lerp_(square, 1.0 - STATISTICS_BETA)
             share = rows / (rows.mean(-1, keepdim=True) + TINY)
             # An all-zero row or column has a gradient of zero: any scale leaves it there.
             gradient.mul_((share + TINY).rsqrt_().unsqueeze(-1))

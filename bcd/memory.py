@@ -20,7 +20,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from bcd.blocks import Piece, decoder_layers, depths, partition
 from bcd.config import Config, read
-from bcd.expansion import above, statistics
+from bcd.expansion import divide, statistics
 from bcd.groups import make_groups
 from bcd.plain import UPDATE_CHUNK
 from bcd.schedule import BlockSchedule
@@ -388,14 +388,14 @@ class Predictor:
             blocks = cut.blocks[start : start + count]
             sizes = tuple(tuple(piece.shape for piece in block.pieces) for block in blocks)
             elements = sum(block.numel for block in blocks)
+            indices = range(start, start + len(blocks))
+            trained, freed = divide(cut, indices, depth, trainable, config)
             # What is no larger and reaches less far down takes less; blocks cut by rows form whole gradients.
             smaller = self.shallow and elements <= largest and all(p.rows is None for b in blocks for p in b.pieces)
             if sizes not in seen and not smaller:
                 seen.add(sizes)
                 largest = max(largest, elements)
-                groups = make_groups(cut.always_on, blocks, config)
-                indices = range(start, start + len(blocks))
-                freed = above(cut, indices, depth, trainable) if config.expansion else ()
+                groups = make_groups(cut.always_on, trained, config)
                 yield "+".join(block.name for block in blocks), [group.pieces for group in groups], tuple(freed)
 
     def _one(

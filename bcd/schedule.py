@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 
 ORDERS = ("ascending", "descending", "shuffled", "importance", "ends")
-ENDS = (0, -1, 0, -1, -1)  # a cycle of the order "ends": 0 the lowest blocks, -1 the highest ones
+ENDS = (0, -1, -1)  # a cycle of the order "ends": 0 the lowest blocks, -1 the highest ones
 
 
 class BlockSchedule:
@@ -25,9 +25,8 @@ class BlockSchedule:
         ``ascending`` or ``descending`` in the order of the forward pass, ``shuffled`` anew each cycle, or
         ``importance``: each cycle is drawn without replacement with probability proportional to the
         gradient norms measured in earlier cycles (the first cycle is shuffled).
-        ``ends``: only the lowest and the highest blocks, in turn; a cycle is lowest, highest, lowest, highest,
-        highest. Backward reaches down to the bottom in two updates of five, and what lies between is left to
-        the expansion.
+        ``ends``: only the lowest and the highest blocks, in turn; a cycle is lowest, highest, highest. Backward
+        reaches down to the bottom in one update of three, and what lies between is left to the expansion.
     steps_per_block
         Applied updates a block stays active.
     depths

@@ -4,14 +4,15 @@
     OMP_NUM_THREADS=1 python benchmarks/bcd.py --smoke
 
 Settings: `scratch` trains a Llama-shaped model, `finetune` goes on with one that was first trained by AdamW on
-the other half of the sources, `moe` trains a small mixture of experts. A short search with seed 0 gives each arm
+the other half of the sources (--base-steps at twice the batch; one base for all seeds, kept in the file --base if
+given), `moe` trains a small mixture of experts. A short search with seed 0 gives each arm
 its learning rate; then all arms and seeds take their steps in turn, so that a busy machine slows all alike.
 Seconds are CPU time of training steps alone. "BCD, AdamW's time" takes as many more steps as fit into AdamW's
 seconds, its schedule of the learning rate stretched alike. State is parameters + gradients + optimizer state on the
 training device at its highest, host is state kept in host memory, saved is what autograd keeps between forward and
 backward at its highest. Without --texts the text is drawn from random bigram tables, one a source. BAdam, GaLore,
 APOLLO and LoRA take part if badam, galore_torch, apollo_torch and peft are installed. --steps-per-block is that of
-cyclic BCD, LISA and BAdam; --base-steps is for the first half of `finetune`.
+cyclic BCD, LISA and BAdam.
 """
 
 # ruff: noqa: E402
@@ -41,13 +42,19 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2MoeConfig
 import bcd
 
 HEAD = ("lm_head", "model.norm")
-BEST = {"order": "ends", "expansion": {}, "steps_per_block": 1}
+BEST = {
+    "order": "ends",
+    "expansion": {"active": "factored", "lr_ratio": 0.1},
+    "steps_per_block": 1,
+    "always_on": ("model.norm",),
+}
 LONGER = "BCD, AdamW's time"
 BCD = {
     "BCD": BEST,
     LONGER: BEST,
+    "BCD, layers at 0.3": {**BEST, "expansion": {"active": "factored", "lr_ratio": 0.3}},
+    "BCD, AdamW at the ends": {**BEST, "expansion": {"lr_ratio": 0.1}},
     "BCD, 4 updates a visit": {**BEST, "steps_per_block": 4},
-    "BCD, moments reset": {**BEST, "state": "reset"},
     "BCD cyclic": {},
     "BCD cyclic, expansion": {"expansion": {}},
     "BCD cyclic, head on": {"always_on": HEAD},
@@ -317,12 +324,27 @@ def _start(setting: str, options: argparse.Namespace, seed: int) -> dict:
     model, train = build(setting, options, seed), sources
     if setting == "finetune":
         half = len(sources) // 2
-        train, base = sources[:half], TorchArm(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-        stream = batches(sources[half:], options.batch, options.length, seed + 1, held_out=False)
-        for _ in range(options.base_steps):
-            base.step(next(stream))
+        train, model = sources[:half], _base(sources[half:], options)
     held_out = batches(train, options.batch, options.length, seed + 2, held_out=True)
     return dict(model=model, train=train, held_out=[next(held_out) for _ in range(options.evaluation_batches)])
+
+
+def _base(sources: list[np.ndarray], options: argparse.Namespace):
+    """A model trained on `sources` by AdamW, or the one that was."""
+    model = build("finetune", options, seed=0)
+    if options.base and options.base.exists():
+        model.load_state_dict(torch.load(options.base))
+        return model
+    arm, rate = TorchArm(model, torch.optim.AdamW(model.parameters())), 2e-3
+    stream = batches(sources, 2 * options.batch, options.length, seed=1, held_out=False)
+    for step in range(options.base_steps):
+        arm.set_lr(rate * min(1.0, (step + 1) / 100) * (1.0 - 0.95 * step / options.base_steps))
+        arm.step(next(stream))
+    if options.base:
+        partial = options.base.with_suffix(".partial")
+        torch.save(model.state_dict(), partial)
+        partial.rename(options.base)
+    return model
 
 
 def _run(name: str, make: Callable, lr: float, seed: int, steps: int, start: dict, options) -> dict:
@@ -409,10 +431,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", choices=("scratch", "finetune", "moe"), default="scratch")
     parser.add_argument("--texts", type=Path, help="folder of <source>.jsonl files with a text column")
+    parser.add_argument("--base", type=Path, help="file for the model that `finetune` starts from, made if absent")
     parser.add_argument("--arms", nargs="+", help="names of arms; all if not given")
     parser.add_argument("--lr", type=float, nargs="+", default=[2e-3, 6e-3, 2e-2])
     sizes = dict(
-        search_steps=40, seeds=2, steps=200, base_steps=200, warmup=10, every=40, evaluation_batches=8, batch=4,
+        search_steps=40, seeds=2, steps=200, base_steps=3000, warmup=10, every=40, evaluation_batches=8, batch=4,
         length=64, width=128, layers=6, vocabulary=2048, steps_per_block=5,
     )  # fmt: skip
     for name, value in sizes.items():

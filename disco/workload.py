@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 import bcd
 from bcd.blocks import depths as depths_of
 from bcd.config import read as read_bcd
-from bcd.expansion import above as above_of
+from bcd.expansion import divide
 from bcd.schedule import BlockSchedule
 from disco.config import Optimizer
 from disco.family import set_trainable
@@ -86,9 +86,9 @@ class Training:
         depth = depths_of(self.shapes, cut.layers)
         turns = []
         for begin in range(0, self.updates, stay):
-            pieces = [*cut.always_on, *(piece for index in schedule.blocks for piece in cut.blocks[index].pieces)]
+            blocks, above = divide(cut, schedule.blocks, depth, parameters, settings)
+            pieces = [*cut.always_on, *(piece for block in blocks for piece in block.pieces)]
             names = frozenset(piece.name for piece in pieces)
-            above = above_of(cut, schedule.blocks, depth, parameters) if settings.expansion else ()
             size = sum(piece.numel for piece in pieces) + sum(parameters[name].numel() for name in above)
             turns.append((min(stay, self.updates - begin), names, frozenset(above), size))
             schedule.advance()

@@ -167,19 +167,58 @@ def test_ends_trains_everything_by_two_blocks():
     before, visits, updates = snapshot(model), [], []
     update = engine._expansion._update
     engine._expansion._update = lambda name, p: updates.append(name) or update(name, p)
-    for index in range(5):
+    for index in range(3):
         visits.append(engine.active_blocks)
         step(engine, index)
-    assert visits == [("embeddings",), ("head",), ("embeddings",), ("head",), ("head",)]
+    assert visits == [("embeddings",), ("head",), ("head",)]
     assert names_moved(before, model) == before.keys() and engine.schedule.cycle == 1
-    assert len(updates) == 2 * (3 * 9 + 2)  # all above the embeddings, twice; nothing above the head
+    assert len(updates) == 3 * 9 + 2  # all above the embeddings, once; nothing above the head
 
 
+def test_factored_moments_for_the_active_blocks_too():
+    """The optimizer holds the norm alone; embeddings and head move by the whole rate, layers by a share."""
+    model = build(llama_config(layers=3))
+    expansion = {"active": "factored", "lr_ratio": 0.25}
+    engine = start(
+        model, expansion=expansion, order="ends", steps_per_block=1, always_on=("model.norm",), weight_decay=0.0
+    )
+    gradients = {}
+    normalise = engine._expansion._normalise
+    engine._expansion._normalise = lambda name, g: gradients.setdefault(name, normalise(name, g))
+    for index, (block, names) in enumerate(
+        [("embeddings", model.state_dict().keys()), ("head", {"lm_head.weight", "model.norm.weight"})]
+    ):
+        before = snapshot(model)
+        gradients.clear()
+        assert engine.active_blocks == (block,)
+        step(engine, index)
+        assert names_moved(before, model) == set(names)
+        assert gradients.keys() == names - {"model.norm.weight"}
+        for name, gradient in gradients.items():
+            rate = 1e-2 * (0.25 if "layers" in name else 1.0)
+            torch.testing.assert_close(model.state_dict()[name], before[name] - rate * gradient)
+    assert sum(t.numel() for s in engine.optimizer.state.values() for t in s.values()) <= 2 * 32 * 2 + 1
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    model = build(llama_config())
+    engine = start(model)
+    engine._expansion.enable(True, 1e-2, 0)
+    weight = model.lm_head.weight
+    before = weight.detach().clone()
+    weight.grad = torch.zeros_like(weight)
+    weight.grad[0, 0] = torch.nan
+    engine._expansion._update("lm_head.weight", weight)
+    assert torch.equal(weight, before) and weight.grad is None and not engine._expansion.state
+
+
+@pytest.mark.parametrize("active", ["adamw", "factored"])
 @pytest.mark.parametrize("order", ["ends", "ascending"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_bytes_are_as_predicted(order, dtype):
-    config = {"expansion": {}, "order": order, "steps_per_block": 1, "dtype": dtype}
-    engine = start(build(moe_config()), **config)
+def test_bytes_are_as_predicted(order, dtype, active):
+    config = {"order": order, "steps_per_block": 1, "dtype": dtype, "always_on": ("model.norm",)}
+    config["expansion"] = {"active": active}
+    engine = bcd.initialize(model=build(moe_config()), config={"lr": 1e-3, **config})
     measured = {}
     for index in range(len(engine.schedule.current_order)):
         engine.backward(engine(**batch(index)).loss)
@@ -208,6 +247,8 @@ def test_bad_settings():
     for config, message in (
         ({"order": "ends"}, "set expansion="),
         ({"order": "ends", "expansion": {}, "active_blocks": 2}, "one at a time"),
+        ({"order": "importance", "expansion": {"active": "factored"}}, "measures no norms"),
+        ({"expansion": {"active": "factored"}}, "leaves AdamW nothing of block 'embeddings': set always_on"),
     ):
         with pytest.raises(ValueError, match=message):
             bcd.initialize(model=build(llama_config()), config=config)

@@ -72,8 +72,9 @@ def step(engine):
         dict(max_block_gb=1e-4, always_on=["*norm*"], gradient_accumulation_steps=2),
         dict(granularity={"all": ["*"]}),
         dict(order="ends", expansion={}),
+        dict(order="ends", expansion={"active": "factored"}, always_on=["model.norm"]),
     ],
-    ids=["layer", "module", "rows", "all", "ends"],
+    ids=["layer", "module", "rows", "all", "ends", "factored"],
 )
 def test_predicted_peak_is_the_measured_one(options, dtype):
     config = llama_config(width=64)

@@ -115,6 +115,6 @@ def test_warm_up_after_a_switch():
 
 def test_ends_by_depth():
     schedule = BlockSchedule(5, "ends", 2, depths=[1, 0, 0, 3, 3])
-    assert [v for (v,) in run(schedule, 20)[::2]] == [1, 2, 3, 4, 1, 2, 3, 4, 3, 4]
-    assert (schedule.cycle, schedule.position) == (1, 0)
+    assert [v for (v,) in run(schedule, 20)[::2]] == [1, 2, 3, 4, 3, 4, 1, 2, 3, 4]
+    assert (schedule.cycle, schedule.position) == (1, 4)
     assert [v for (v,) in run(BlockSchedule(1, "ends", 1), 2)] == [0, 0]

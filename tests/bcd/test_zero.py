@@ -182,10 +182,11 @@ CASES = [
     ("llama", 0, "fp32", {"expansion": {"lr_ratio": 0.5}, "gradient_accumulation_steps": 2}),
     ("tied", 1, "bf16", {"expansion": {}, "activation_checkpointing": True}),
     ("moe", 2, "fp32", {"expansion": {}, "order": "ends", "steps_per_block": 1, "max_block_gb": 8e-5}),
+    ("llama", 2, "fp32", {"expansion": {"active": "factored"}, "order": "ends", "always_on": ["*norm*"]}),
 ]
 
 
-TWO = [CASES[i] for i in (0, 2, 3, 4, 5, 7, 8, 9)]
+TWO = [CASES[i] for i in (0, 2, 3, 4, 5, 7, 8, 9, 10)]
 SWITCHES = [("llama", stage, dtype, {}) for stage, dtype in ((0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"))]
 
 

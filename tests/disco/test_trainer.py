@@ -271,10 +271,12 @@ def test_a_run_killed_in_the_middle_of_a_block_resumes_bit_for_bit(make_job, toy
     assert schedule.cycle == 3  # 6 blocks, 2 at once: 9 updates a cycle, 30 updates
 
 
-def test_the_expansion_trains_the_layers_and_is_billed(make_job, toy_rows, tiny_model):
-    """Two visits of five reach the embeddings; the layers have gradients in the last micro-batch alone."""
+@pytest.mark.parametrize("active", ["adamw", "factored"])
+def test_the_expansion_trains_the_layers_and_is_billed(make_job, toy_rows, tiny_model, active):
+    """One visit of three reaches the embeddings; the layers have gradients in the last micro-batch alone."""
     rows = toy_rows(20)
-    blocks = {"order": "ends", "expansion": {}, "steps_per_block": 1, "always_on": ["model.norm"]}
+    expansion = {"active": active}
+    blocks = {"order": "ends", "expansion": expansion, "steps_per_block": 1, "always_on": ["model.norm"]}
     job, out = make_job("expansion", rows=rows, blocks=blocks, micro_batch_size=1, zero_stage=2)
     run_job(job, threads=1)
     end, start = weights(out), weights(out.parent / "start")
@@ -282,13 +284,15 @@ def test_the_expansion_trains_the_layers_and_is_billed(make_job, toy_rows, tiny_
     config, everything = tiny_model().config, [name for name, _ in tiny_model().named_parameters()]
     ends = {"low": "model.embed_tokens.weight", "high": "lm_head.weight"}
     operations, labels = 0, rows.labels()
-    visits = ["low", "high", "low", "high", "high"]
+    visits = ["low", "high", "high", "low", "high"]
     for step, row in enumerate(logged(job, "expansion")):
         batch = [int(tokens) for tokens in labels[4 * step : 4 * step + 4]]
         for index, tokens in enumerate(batch):
-            reached = (
-                everything if visits[step] == "low" and index == 3 else {ends[visits[step]], "model.norm.weight"}
-            )
+            reached = {ends[visits[step]], "model.norm.weight"}
+            if index < 3 and active == "factored":
+                reached = {"model.norm.weight"}
+            elif index == 3 and visits[step] == "low":
+                reached = everything
             operations += training_flops(config, 16, labels=tokens, trainable=reached)
         assert row["flops"] == operations, step
 
