@@ -45,7 +45,7 @@ HEAD = ("lm_head", "model.norm")
 BEST = {
     "order": "ends",
     "expansion": {"active": "factored", "lr_ratio": 0.1},
-    "steps_per_block": 1,
+    "steps_per_block": 4,
     "always_on": ("model.norm",),
 }
 LONGER = "BCD, AdamW's time"
@@ -53,8 +53,8 @@ BCD = {
     "BCD": BEST,
     LONGER: BEST,
     "BCD, layers at 0.3": {**BEST, "expansion": {"active": "factored", "lr_ratio": 0.3}},
-    "BCD, AdamW at the ends": {**BEST, "expansion": {"lr_ratio": 0.1}},
-    "BCD, 4 updates a visit": {**BEST, "steps_per_block": 4},
+    "BCD, AdamW at the ends": {**BEST, "expansion": {"lr_ratio": 0.1}, "steps_per_block": 1},
+    "BCD, 1 update a visit": {**BEST, "steps_per_block": 1},
     "BCD cyclic": {},
     "BCD cyclic, expansion": {"expansion": {}},
     "BCD cyclic, head on": {"always_on": HEAD},
