@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # This file is called disco.py too: keep its folder from hiding the package.
-sys.path[:] = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent] + ["."]
-sys.path.append(str(Path(__file__).resolve().parent))
+sys.path[:] = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent]
+sys.path += [".", str(Path(__file__).resolve().parent)]  # last, for flexolmo.py
 
 import matplotlib
 
@@ -63,7 +63,6 @@ class Arm(NamedTuple):
     merge: dict[str, Any] = {}
     finetune: dict[str, Any] = {}
     cluster: dict[str, Any] = {}
-    tokens: float = 1.0  # of what joint training gets
 
 
 # The default recipe, continued from a mature base: experts alone, from the base, in small steps at a low rate, then
@@ -187,7 +186,7 @@ def experiment(args: argparse.Namespace, name: str, seed: int, factor: float, to
         given = dict(getattr(arm, section))
         if "learning_rate" in given:
             given["learning_rate"] *= factor * (args.scratch_rate if args.setting == "scratch" else 1)
-        found[section] = found.get(section, {}) | given | {"tokens": round(share * arm.tokens * tokens)}
+        found[section] = found.get(section, {}) | given | {"tokens": round(share * tokens)}
     found |= {"merge": arm.merge, "cluster": arm.cluster}
     if name in (JOINT_ARM, SMALL_JOINT_ARM):
         found["baselines"] = ["joint"]

@@ -10,16 +10,14 @@ own.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
+from measured import measured
 
 AT_ONCE = 10_000  # passages a row group
 
@@ -49,20 +47,6 @@ def make_corpus(texts: Path, out: Path, documents: int, characters: int) -> list
                     rows = []
             writer.write_table(pa.table({"text": rows}, schema))
     return made
-
-
-def measured(command: list[str]) -> dict:
-    """Run a command; its seconds, processor seconds and peak resident memory."""
-    started = time.perf_counter()
-    child = subprocess.Popen(command)
-    _, status, used = os.wait4(child.pid, 0)
-    if status:
-        sys.exit(f"{' '.join(command)} failed")
-    return {
-        "seconds": time.perf_counter() - started,
-        "processor seconds": used.ru_utime + used.ru_stime,
-        "peak GB": used.ru_maxrss * 1024 / 1e9,
-    }
 
 
 def main() -> None:
@@ -101,7 +85,10 @@ def main() -> None:
     rows = []
     for stage in ("prepare", "cluster"):
         command = [sys.executable, "-m", "disco.cli", stage, str(config), *options.overrides]
-        rows.append({"stage": stage} | measured(command))
+        used = measured(command)
+        rows.append(
+            {"stage": stage, "seconds": used.seconds, "processor seconds": used.cpu, "peak GB": used.peak / 1e9}
+        )
     corpus = json.loads((options.out / "run" / "prepare" / "corpus.json").read_text())["sources"].values()
     clusters = json.loads((options.out / "run" / "cluster" / "clusters.json").read_text())
     print(f"\n| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")

