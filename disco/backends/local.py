@@ -7,7 +7,7 @@ import shlex
 import signal
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from rich.console import Console
 
 from disco import pipeline
 from disco.backends.crew import DONE, Progress, StepError, work_through
-from disco.backends.plan import LaunchError, Step
+from disco.backends.plan import LaunchError, Step, tuning_of
 from disco.config import ConfigError, Experiment
 from disco.job import PARENT
 from launch.scripts import script
@@ -46,7 +46,7 @@ def scripts(config: Experiment, steps: list[Step], experiment: Path) -> dict[str
     about = (
         "The whole experiment on this machine, submodels side by side, without the launcher's table and retries."
     )
-    files["run.sh"] = script(lines, about=about, folder=experiment.parent)
+    files[START] = script(lines, about=about, folder=experiment.parent)
     return files
 
 
@@ -74,12 +74,20 @@ def launch(config: Experiment, steps: list[Step], experiment: Path, console: Con
     """Run the plan here. Raises LaunchError naming what is missing at the end."""
     folder = experiment.parent
     (folder / "logs").mkdir(exist_ok=True)
-    retries = config.launch.retries
-    here(steps[0], folder, retries)
+    here(steps[0], folder, config.launch.retries)
     train_here(config, steps, folder, console)
+    after_submodels(config, steps, folder)
+
+
+def after_submodels(
+    config: Experiment, steps: list[Step], folder: Path, tune: Callable[[Step], None] | None = None
+) -> None:
+    """Run the steps that wait for the submodels; `tune` first has each tuning stage of a step done elsewhere."""
     for step in steps:
         if step.needs and not step.stage:
-            here(step, folder, retries)
+            for part in tuning_of(config, step) if tune else ():
+                tune(part)
+            here(step, folder, config.launch.retries)
 
 
 def train_here(config: Experiment, steps: list[Step], folder: Path, console: Console) -> None:
@@ -95,13 +103,18 @@ def train_here(config: Experiment, steps: list[Step], folder: Path, console: Con
             reason = f"exit code {code}: {last_line(log)} (all of it: {log})"
             raise StepError(reason, again=code != 2)  # 2: an error that another attempt repeats
 
-    states = pipeline.status(config)
-    todo = [step for step in steps if step.stage and states[step.stage] != pipeline.FRESH]
+    todo = not_fresh(config, [step for step in steps if step.stage])
     tail = Tail(run / "metrics.jsonl")
     ended = work_through(
         todo, slots, make, retries=config.launch.retries, console=console, refresh=tail.bring_up_to_date
     )
     complain(ended, "local")
+
+
+def not_fresh(config: Experiment, trainings: list[Step]) -> list[Step]:
+    """Those that are still to be made."""
+    states = pipeline.status(config)
+    return [step for step in trainings if states[step.stage] != pipeline.FRESH]
 
 
 def complain(ended: list[Progress], on: str) -> None:
@@ -115,7 +128,7 @@ def complain(ended: list[Progress], on: str) -> None:
         )
 
 
-def here(step: Step, folder: Path, retries: int = 0) -> None:
+def here(step: Step, folder: Path, retries: int) -> None:
     """Run a step's script on this machine, its output on ours; again from its checkpoint where training failed."""
     for attempt in range(retries + 1):
         code = execute(folder / f"{step.name}.sh", {}, None, threading.Event())

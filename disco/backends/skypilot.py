@@ -12,16 +12,16 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from disco import pipeline
-from disco.backends import local
+from disco.backends import away, local
+from disco.backends.away import own_submodels, script_of
 from disco.backends.crew import Progress, StepError, work_through
-from disco.backends.plan import Step, tuning_of, what_of
+from disco.backends.plan import Step, what_of
 from disco.config import ConfigError, Experiment
 from disco.pack import name_of
 from disco.stages import packed_file
 from launch.scripts import SECRETS, script
 
-START = "run.sh"
+START = local.START
 SAVE_SECONDS = 120  # between copies of the state to the bucket
 # Names of the hardware table to those of `sky show-gpus`.
 ACCELERATORS = {
@@ -103,35 +103,21 @@ def scripts(config: Experiment, steps: list[Step], experiment: Path) -> dict[str
         raise ConfigError(
             "launch.skypilot.bucket is not set: results come back by it: set it to s3://name or gs://name"
         )
-    own, files, after = _own(steps), {}, []
-    away = list(own)
-    for step in steps:
-        if step.stage:
-            continue
-        if config.launch.skypilot.finetune:
-            parts = tuning_of(config, step)
-            away += parts
-            after += [f"bash {part.name}-away.sh" for part in parts]
-        files[f"{step.name}.sh"] = local.step_script(step, experiment)
-        after += [f"bash {step.name}.sh"] if step.needs else []
-    for step in away:
-        described = task(config, step, experiment.parent)
-        files[f"{step.name}.yaml"] = yaml.dump(described, Dumper=_Readable, sort_keys=False)
-        files[_script_of(step)] = _follow(config, step, experiment)
-    crowd = [f"bash {_script_of(step)} & jobs+=($!)" for step in own]
-    wait = 'for job in "${jobs[@]}"; do wait "$job"; done'
-    lines = ["bash prepare.sh", "jobs=()", *crowd, wait, *after]
-    about = "The whole experiment, its trainings as jobs in the cloud. Started again, it follows jobs that run."
-    files[START] = script(lines, about=about, folder=experiment.parent)
-    return files
 
+    def training(step: Step) -> dict[str, str]:
+        described = yaml.dump(task(config, step, experiment.parent), Dumper=_Readable, sort_keys=False)
+        return {f"{step.name}.yaml": described, script_of(step): _follow(config, step, experiment)}
 
-def _own(steps: list[Step]) -> list[Step]:
-    return [step for step in steps if step.stage and not step.stage.startswith("baselines/")]
-
-
-def _script_of(step: Step) -> str:
-    return f"{step.name}.sh" if step.options[0] == "--submodel" else f"{step.name}-away.sh"
+    own = own_submodels(steps)
+    files = {name: text for step in own for name, text in training(step).items()}
+    return files | away.scripts(
+        config,
+        steps,
+        experiment,
+        jobs=[f"bash {script_of(step)}" for step in own],
+        tuning=training if config.launch.skypilot.finetune else None,
+        about="The whole experiment, its trainings as jobs in the cloud. Started again, it follows jobs that run.",
+    )
 
 
 def _follow(config: Experiment, step: Step, experiment: Path) -> str:
@@ -157,22 +143,19 @@ def _follow(config: Experiment, step: Step, experiment: Path) -> str:
 
 def launch(config: Experiment, steps: list[Step], experiment: Path, console: Console) -> None:
     """Carry the plan out. Raises LaunchError naming what is missing at the end."""
-    folder, retries = experiment.parent, config.launch.retries
+    folder = experiment.parent
     for program in ("sky", "aws" if config.launch.skypilot.bucket.startswith("s3://") else "gsutil", "flock"):
         if shutil.which(program) is None:
             remedy = "pip install 'moe-disco[skypilot]'" if program == "sky" else "install it"
             raise ConfigError(f"--on skypilot: the command {program} is not there: {remedy}, or add --dry-run")
     (folder / "logs").mkdir(exist_ok=True)
-    local.here(steps[0], folder, retries)
+    local.here(steps[0], folder, config.launch.retries)
     console.print(
         "jobs in the cloud outlive this launcher: sky jobs queue; sky jobs cancel --name NAME", markup=False
     )
-    _train_away(config, _own(steps), folder, console)
-    for step in steps:
-        if step.needs and not step.stage:
-            for part in tuning_of(config, step) if config.launch.skypilot.finetune else ():
-                _train_away(config, [part], folder, console)
-            local.here(step, folder, retries)
+    _train_away(config, own_submodels(steps), folder, console)
+    tune = (lambda part: _train_away(config, [part], folder, console)) if config.launch.skypilot.finetune else None
+    local.after_submodels(config, steps, folder, tune)
 
 
 def _train_away(config: Experiment, steps: list[Step], folder: Path, console: Console) -> None:
@@ -181,12 +164,11 @@ def _train_away(config: Experiment, steps: list[Step], folder: Path, console: Co
     def make(step: Step, slot: str, progress: Progress, stop: threading.Event) -> None:
         log = folder / "logs" / f"{step.name}.log"
         with open(log, "ab") as output:
-            code = local.execute(folder / _script_of(step), {}, output, stop)
+            code = local.execute(folder / script_of(step), {}, output, stop)
         if code and not stop.is_set():
             raise StepError(f"exit code {code}: {local.last_line(log)} (all of it: {log})", again=False)
 
-    states = pipeline.status(config)
-    todo = [step for step in steps if states[step.stage] != pipeline.FRESH]
+    todo = local.not_fresh(config, steps)
     slots = [f"job {index}" for index in range(len(todo))]
     ended = work_through(todo, slots, make, retries=0, console=console)  # the jobs have their own
     local.complain(ended, "skypilot")

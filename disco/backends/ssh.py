@@ -19,10 +19,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from disco import artifacts, pipeline
-from disco.backends import local
+from disco import artifacts
+from disco.backends import away, local
+from disco.backends.away import own_submodels, script_of
 from disco.backends.crew import Progress, SlotLost, StepError, work_through
-from disco.backends.plan import Step, tuning_of, what_of
+from disco.backends.plan import Step, what_of
 from disco.config import ConfigError, Experiment
 from disco.launching import Host
 from disco.pack import collect, name_of, pack, stage_of
@@ -32,7 +33,7 @@ from launch import ssh
 from launch.scripts import SECRETS, script
 from launch.ssh import Remote, SshError
 
-START = "run.sh"
+START = local.START
 PROGRAMS = ("rsync", "flock", "tar", "disco")
 _home = threading.Lock()  # the run folder takes one result at a time
 
@@ -59,25 +60,24 @@ def place_of(config: Experiment) -> str:
 
 def scripts(config: Experiment, steps: list[Step], experiment: Path) -> dict[str, str]:
     """As the launcher does it, without its queue and polling: one script a step, each waits for its own end."""
-    hosts = itertools.cycle(_hosts(config))
+    hosts, tuner = itertools.cycle(_hosts(config)), config.launch.ssh.finetune
     files, lanes = {}, {host.name: [] for host in config.launch.ssh.hosts}
-    tuner, after = config.launch.ssh.finetune, []
-    for step in steps:
-        if step.stage and not step.stage.startswith("baselines/"):
-            host = next(hosts)
-            lanes[host.name].append(f"bash {step.name}.sh")
-            files[f"{step.name}.sh"] = _by_hand(config, step, host, experiment)
-        elif not step.stage:
-            for part in tuning_of(config, step) if tuner else ():
-                files[f"{part.name}-away.sh"] = _by_hand(config, part, _remote(config, tuner), experiment)
-                after.append(f"bash {part.name}-away.sh")
-            files[f"{step.name}.sh"] = local.step_script(step, experiment)
-            after += [f"bash {step.name}.sh"] if step.needs else []
-    crowd = [f"({' && '.join(lane)}) & jobs+=($!)" for lane in lanes.values() if lane]
-    wait = 'for job in "${jobs[@]}"; do wait "$job"; done'
-    lines = ["bash prepare.sh", "jobs=()", *crowd, wait, *after]
-    files[START] = script(lines, about="The whole experiment, submodels on their hosts.", folder=experiment.parent)
-    return files
+    for step in own_submodels(steps):
+        host = next(hosts)
+        lanes[host.name].append(f"bash {script_of(step)}")
+        files[script_of(step)] = _by_hand(config, step, host, experiment)
+
+    def tuning(part: Step) -> dict[str, str]:
+        return {script_of(part): _by_hand(config, part, _remote(config, tuner), experiment)}
+
+    return files | away.scripts(
+        config,
+        steps,
+        experiment,
+        jobs=[f"({' && '.join(lane)})" for lane in lanes.values() if lane],
+        tuning=tuning if tuner else None,
+        about="The whole experiment, submodels on their hosts.",
+    )
 
 
 def _by_hand(config: Experiment, step: Step, host: Remote, experiment: Path) -> str:
@@ -173,19 +173,17 @@ def launch(config: Experiment, steps: list[Step], experiment: Path, console: Con
     slots_of(config, needed=0)  # before hours of preparation
     tuner_of(config, needed=0)
     local.here(steps[0], folder, config.launch.retries)
-    own = [step for step in steps if step.stage and not step.stage.startswith("baselines/")]
-    _train_away(config, own, slots_of(config, needed=_pack_bytes(config, 0)), console)
-    for step in steps:
-        if step.needs and not step.stage:
-            for part in tuning_of(config, step) if config.launch.ssh.finetune else ():
-                _train_away(config, [part], tuner_of(config, needed=_pack_bytes(config, part.stage)), console)
-            local.here(step, folder, config.launch.retries)
+    _train_away(config, own_submodels(steps), slots_of(config, needed=_pack_bytes(config, 0)), console)
+
+    def tune(part: Step) -> None:
+        _train_away(config, [part], tuner_of(config, needed=_pack_bytes(config, part.stage)), console)
+
+    local.after_submodels(config, steps, folder, tune if config.launch.ssh.finetune else None)
 
 
 def _train_away(config: Experiment, steps: list[Step], slots: list[Slot], console: Console) -> None:
     """Train elsewhere what is not fresh. Raises LaunchError naming what is missing."""
-    states = pipeline.status(config)
-    todo = [step for step in steps if states[step.stage] != pipeline.FRESH]
+    todo = local.not_fresh(config, steps)
 
     def make(step: Step, slot: Slot, progress: Progress, stop: threading.Event) -> None:
         try:

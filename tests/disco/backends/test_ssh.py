@@ -34,6 +34,18 @@ def experiment(folder: Path, **changed) -> Experiment:
     return Experiment.parse(tiny_experiment(folder, **changed))
 
 
+def on_loopback(away: Path, options: list[str]) -> dict:
+    """launch.ssh with this machine as the only host, whose runs go to the folder `away`."""
+    return {
+        "hosts": [{"name": "localhost", "devices": 2}],
+        "folder": str(away),
+        "setup": f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH "
+        f"PYTHONPATH={shlex.quote(str(ROOT))} OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu",
+        "options": options,
+        "poll_seconds": 0.3,
+    }
+
+
 def test_slots_come_from_what_hosts_have(tmp_path, monkeypatch):
     answers = {"gpu1": Abilities(4, 10**12, ()), "gpu2": Abilities(0, 10**12, ()), "gpu3": Abilities(3, 10**12, ())}
     monkeypatch.setattr(backend.ssh, "probe", lambda host, *rest: answers[host.name])
@@ -105,16 +117,7 @@ def test_a_launch_over_ssh_survives_its_launcher(tmp_path, ssh_options):  # noqa
         seed_phase={"tokens": 0},
         train={"tokens": 131072, "log_every": 1},
         finetune={"tokens": 256, "router_tokens": 0},
-        launch={
-            "ssh": {
-                "hosts": [{"name": "localhost", "devices": 2}],
-                "folder": str(away),
-                "setup": f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH "
-                f"PYTHONPATH={shlex.quote(str(ROOT))} OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu",
-                "options": ssh_options,
-                "poll_seconds": 0.3,
-            }
-        },
+        launch={"ssh": on_loopback(away, ssh_options)},
     )
     config = Experiment.load(path)
     command = [sys.executable, "-m", "disco.cli", "launch", str(path), "--on", "ssh"]
@@ -172,23 +175,12 @@ def test_the_whole_plan_with_tuning_on_another_host(tmp_path, ssh_options):  # n
     corpus(tmp_path / "corpus")
     away = tmp_path / "away it's"
     away.mkdir()
-    setup = f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH "
-    setup += f"PYTHONPATH={shlex.quote(str(ROOT))} OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu"
     config = experiment(
         tmp_path,
         seed_phase={"tokens": 0},
         train={"tokens": 512},
         baselines=["joint"],
-        launch={
-            "ssh": {
-                "hosts": [{"name": "localhost", "devices": 2}],
-                "finetune": "localhost",
-                "folder": str(away),
-                "setup": setup,
-                "options": ssh_options,
-                "poll_seconds": 0.3,
-            },
-        },
+        launch={"ssh": on_loopback(away, ssh_options) | {"finetune": "localhost"}},
     )
     console = Console(file=io.StringIO(), width=200)
     launch(config, "ssh", dry_run=False, console=console)
