@@ -13,6 +13,13 @@ from disco.findings import Run
 from disco.page import Block, Heading, Picture, Table, Text
 from launch.ledger import read
 
+# What a row of metrics has beside the imbalance of devices, and its column.
+MORE = {
+    "expert_imbalance": "with an expert a device",
+    "inter_node_fraction": "left their node",
+    "route_ms": "ms to route",
+}
+
 
 def sharing(run: Run) -> list[Block]:
     """A table and a picture for each stage whose experts were divided among processes; none where none was."""
@@ -29,14 +36,10 @@ def sharing(run: Run) -> list[Block]:
 def _stage(phase: str, rows: Sequence[Mapping[str, Any]]) -> list[Block]:
     layers = len(rows[-1]["imbalance"])
     rows = [row for row in rows if len(row["imbalance"]) == layers]
-    found = {
-        name: np.array([row[name] for row in rows if name in row])
-        for name in ("imbalance", "expert_imbalance", "inter_node_fraction", "route_ms")
-    }
+    found = {name: np.array([row[name] for row in rows if name in row]) for name in ("imbalance", *MORE)}
     found = {name: values_SL for name, values_SL in found.items() if len(values_SL)}
-    columns = ["MoE layer", "busiest expert", "imbalance, mean", "worst"]
-    more = {"expert_imbalance": "with an expert a device", "inter_node_fraction": "left their node"}
-    more = {name: text for name, text in (more | {"route_ms": "ms to route"}).items() if name in found}
+    more = [name for name in MORE if name in found]
+    columns = ["MoE layer", "busiest expert", "imbalance, mean", "worst", *(MORE[name] for name in more)]
     share_LE = np.mean([row["expert_share"] for row in rows if "expert_share" in row], 0)
     share_LE = share_LE / share_LE.sum(-1, keepdims=True)
     table = []
@@ -53,7 +56,7 @@ def _stage(phase: str, rows: Sequence[Mapping[str, Any]]) -> list[Block]:
     planned = f" Planning took {np.mean(plan):.2f} ms of CPU time a layer." if plan else ""
     lines = {"imbalance of devices": found["imbalance"].mean(1)}
     if "expert_imbalance" in found:
-        lines["with an expert a device"] = found["expert_imbalance"].mean(1)
+        lines[MORE["expert_imbalance"]] = found["expert_imbalance"].mean(1)
     steps = [row["step"] for row in rows]
     name = f"balance_{phase.replace('/', '_')}.svg"
     return [
@@ -62,6 +65,6 @@ def _stage(phase: str, rows: Sequence[Mapping[str, Any]]) -> list[Block]:
             f"Means over {len(rows)} logged steps. Imbalance: tokens of the busiest device over the mean, 1 where "
             f"all have as many.{planned}"
         ),
-        Table([*columns, *more.values()], table, left=["busiest expert"]),
+        Table(columns, table, left=["busiest expert"]),
         Picture(name, pictures.balance(steps, lines), "Imbalance over updates, mean of the MoE layers."),
     ]

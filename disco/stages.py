@@ -328,13 +328,19 @@ def tune_model(
 ) -> None:
     """Train the router, or everything, of a whole MoE, in the run or in a pack."""
     if packed_file(config.folder, phase).exists():
-        found = [Rows.load(folder / "rows.npz") for folder in packed_rows(config.folder, phase)]
+        consumed, curve = (Rows.load(folder / "rows.npz") for folder in packed_rows(config.folder, phase))
     else:
-        found = rows()
+        consumed, curve = rows()
     run_training(
-        config, out, phase=phase, section=section, model=begin, rows=found[0], validation=found[1],
+        config,
+        out,
+        phase=phase,
+        section=section,
+        model=begin,
+        rows=consumed,
+        validation=curve,
         trainable=trainable,
-    )  # fmt: skip
+    )
 
 
 def merge_submodels(config: Experiment, prefix: str, out: Path) -> None:

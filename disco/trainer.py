@@ -217,8 +217,7 @@ def writing_to(folder: Path, phase: str):
         free = shutil.disk_usage(folder.parent).free
         raise TrainingError(
             f"{phase}: the model could not be written to {folder} ({free / 1e6:,.0f} MB free there): "
-            f"{first_line(error)}: "
-            "free some space and run again; what was written before is kept"
+            f"{first_line(error)}: free some space and run again; what was written before is kept"
         ) from error
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoConfig, PretrainedConfig
 
+from disco.artifacts import first_line
 from disco.config import ConfigError, Experiment, Optimizer
 from disco.family import as_submodel, num_experts, top_k, with_experts
 from disco.split import groups_of
@@ -27,8 +28,9 @@ def planned_model(config: Experiment) -> PretrainedConfig:
     try:
         found = AutoConfig.from_pretrained(source, revision=config.model.revision)
     except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model.source is '{source}': its config.json cannot be read: {reason}") from None
+        raise ConfigError(
+            f"model.source is '{source}': its config.json cannot be read: {first_line(error)}"
+        ) from None
     if config.model.extend is not None:
         return with_experts(found, num_experts(found) + config.model.extend.experts, top_k(found))
     return found if upcycle is None else upcycled_config(found, upcycle)
@@ -116,8 +118,10 @@ class _Rows:
             )
 
     def _budget(self, positions: int, section: Optimizer) -> "Count":
+        from disco.train import budget
+
         length = self.config.corpus.sequence_length
-        rows = -(-positions // (length * section.batch_size)) * section.batch_size
+        rows = budget(positions, 0, section, length)
         return rows, rows * length, None
 
     def mixed(self, section: Optimizer, positions: int, salt: int) -> "Count":

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fsep.experts import ShardedExperts
+from fsep.experts import expert_layers
 from fsep.files import PARTIAL, Reader, WriteError, Writer, first_rank_says, replace_text
 from fsep.space import Interval
 from fsep.state import State
@@ -108,9 +108,8 @@ def load_checkpoint(engine, folder: str | os.PathLike, tag: str | None = None) -
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     if engine.lr_scheduler is not None and loaded["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(loaded["lr_scheduler"])
-    for module in engine.module.modules():
-        if isinstance(module, ShardedExperts):
-            module.loaded = True
+    for layer in expert_layers(engine.module):
+        layer.loaded = True
     return path, loaded["client_state"]
 
 

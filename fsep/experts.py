@@ -183,3 +183,9 @@ class Compute(torch.autograd.Function):
             run.weights, run.gradients, grads, step.placements[layer.index], layer.name
         )
         return grad_x_RH, grads.new_zeros(()), None, None, None, None
+
+
+def expert_layers(model: nn.Module) -> list[ShardedExperts]:
+    """The sharded layers of a model, front to back; none where it has none."""
+    layers = [module for module in model.modules() if isinstance(module, ShardedExperts)]
+    return sorted(layers, key=lambda layer: layer.index)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsep.check import check_slots
-from fsep.experts import ShardedExperts
+from fsep.experts import ShardedExperts, expert_layers
 from fsep.families import MoeBlock, family_of
 from fsep.layout import Layout
 from fsep.online import Planner
@@ -109,10 +109,10 @@ def sharded_layers(model: nn.Module) -> list[ShardedExperts]:
     Raises:
         ValueError: there are none.
     """
-    layers = [module for module in model.modules() if isinstance(module, ShardedExperts)]
+    layers = expert_layers(model)
     if not layers:
         raise ValueError(f"{type(model).__name__} has no sharded experts: call fsep.attach first")
-    return sorted(layers, key=lambda layer: layer.index)
+    return layers
 
 
 def _check_block(block: MoeBlock) -> None:

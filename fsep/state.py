@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsep.experts import ShardedExperts
+from fsep.experts import ShardedExperts, expert_layers
 from fsep.space import Interval
 
 WEIGHT, MASTER = "weight", "master"
@@ -52,8 +52,7 @@ class State:
         self.names = {name: parameter for name, parameter in engine.module.named_parameters()}
         if engine.zero_optimization_stage() > 2:
             raise ValueError("zero_optimization.stage is 3, which leaves no rank a parameter's place: use 0 to 2")
-        layers = [module for module in engine.module.modules() if isinstance(module, ShardedExperts)]
-        self._layer_of = {id(layer.shard): layer for layer in layers}
+        self._layer_of = {id(layer.shard): layer for layer in expert_layers(engine.module)}
         self.held = list(_held(engine, self.names))
         self._trained = {id(held.parameter) for held in self.held} | {
             id(parameter) for parameter in self.names.values() if hasattr(parameter, "_hp_mapping")
